@@ -29,7 +29,7 @@ from zeroweave.comm.process_group import device_of
 from zeroweave.layout import ALIGN_BYTES
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.start import start_process_group
-from zeroweave.report.apart import answer_of, run
+from zeroweave.report.launch import answer_of, on_ranks
 
 HEAD = ("MiB", *(f"{way}: {what}" for way in ("kernel", "copy engine") for what in ("alone", "beside", "matmuls lose")))
 SIZES: Final = tuple(mib << 20 for mib in (1, 4, 16, 64, 256))
@@ -181,7 +181,7 @@ def on_rank() -> None:
 
 def measured(ranks: int) -> tuple[list[Cost], list[Cost]]:
     """By kernel, and by copy engine, between so many ranks. RuntimeError where they fail."""
-    kernel, copy_engine = answer_of(_MARK, *run("benchmarks.gathers", ranks, _SECONDS))
+    kernel, copy_engine = answer_of(_MARK, *on_ranks("benchmarks.gathers", ranks, _SECONDS))
     return [Cost(**each) for each in kernel], [Cost(**each) for each in copy_engine]
 
 

@@ -32,8 +32,7 @@ from benchmarks.peers.zeroweave import configuration, merge
 from benchmarks.worker import Spec
 from zeroweave.config import Config
 from zeroweave.plan.calibrate import measured
-from zeroweave.plan.calibration import Calibration
-from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
+from zeroweave.plan.hardware import GPUS, Calibration, Efficiency, Hardware
 from zeroweave.plan.plan import adamw
 from zeroweave.plan.rank import Planned, PlannedRank
 

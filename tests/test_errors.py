@@ -33,7 +33,7 @@ UNCODED = {
     ("config/sections.py", "ValueError"),
     # another error is made of them where they are caught
     ("checkpoint/files.py", "OSError"),
-    ("checkpoint/fitting.py", "LookupError"),
+    ("checkpoint/compatibility.py", "LookupError"),
     ("checkpoint/folder.py", "ValueError"),
     ("checkpoint/manifest.py", "ValueError"),
     ("checkpoint/plain.py", "ValueError"),
@@ -43,7 +43,7 @@ UNCODED = {
     ("ranks/channel.py", "ConnectionError"),
     ("ranks/channel.py", "Forged"),
     ("ranks/control.py", "ConnectionError"),
-    ("report/apart.py", "RuntimeError"),
+    ("report/launch.py", "RuntimeError"),
     ("_triton/masters.py", "RuntimeError"),
     # what no program can bring about
     ("checkpoint/folder.py", "AssertionError"),

@@ -18,35 +18,29 @@ COLOURS: Final = {
     "forward": "#4a9d6e",
     "backward": "#c98a2b",
     "reduce": "#a65bb0",
-    "other": "#999",
+    "update": "#999",
+    "other": "#bbb",
 }
 WIDTH, LEFT, ROW, BAR = 880, 100, 34, 22
 
 
-def kind(event: dict[str, Any]) -> str:
-    """What an event is coloured by."""
-    if event["cat"] != "compute":
-        return "gather" if event["cat"] == "all_gather" else "reduce"
-    return next((phase for phase in ("forward", "backward") if f" {phase} " in event["name"]), "other")
-
-
 def bar(event: dict[str, Any], scale: float) -> str:
     """A rectangle with its instruction as a tooltip, and the name of the block where there is room for it."""
-    lane = list(LANES).index(event["tid"])
+    lane = list(LANES).index(1 if event["cat"] == "update" else event["tid"])
     x, width, y = LEFT + event["ts"] * scale, max(event["dur"] * scale, 1.5), 8 + lane * ROW
     block = event["name"].split()[1]
     drawn = (
-        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR}" rx="2" fill="{COLOURS[kind(event)]}">'
+        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR}" rx="2" fill="{COLOURS[event["cat"]]}">'
         f"<title>{escape(event['name'])}, {event['dur'] / 1000:.1f} ms</title></rect>"
     )
-    if kind(event) != "other" and width > 7 * len(block):
+    if event["cat"] != "other" and width > 7 * len(block):
         drawn += f'<text x="{x + width / 2:.1f}" y="{y + 15}" fill="#fff" text-anchor="middle">{escape(block)}</text>'
     return drawn
 
 
 def draw(trace: dict[str, Any]) -> str:
     """The SVG."""
-    events = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 2 and e["cat"] != "wait" and e["dur"]]
+    events = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 2 and e["cat"] in COLOURS]
     end = max(event["ts"] + event["dur"] for event in events)
     scale = (WIDTH - LEFT - 4) / end
     names = [f'<text x="0" y="{23 + ROW * i}" fill="#888">{name}</text>' for i, name in enumerate(LANES.values())]

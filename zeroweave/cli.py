@@ -58,11 +58,6 @@ def demo(
         Literal["inductor", "aot_eager"], typer.Option(help="how compiled regions are lowered")
     ] = "inductor",
     eager: Annotated[bool, typer.Option("--eager", help="compile nothing: every module runs through hooks")] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="also time steps without communication")] = False,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="also write the figures to this file")] = None,
-    save: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="save to this folder, and go on from what is there")
-    ] = None,
 ) -> None:
     """Compare the ZeRO stages with DDP, train a small language model on Python's help(), and show its schedule.
 
@@ -74,10 +69,9 @@ def demo(
 
     if 16 % ranks:
         raise typer.BadParameter(f"{ranks} does not divide the batch of 16 sequences", param_hint="--ranks")
-    settings = {"stage": stage, "steps": steps, "lower": lower, "eager": eager, "profile": profile}
-    paths = {name: None if path is None else str(path) for name, path in (("json", json), ("save", save))}
+    settings = {"stage": stage, "steps": steps, "lower": lower, "eager": eager}
     print(f"starting {ranks} {'rank' if ranks == 1 else 'ranks'}", flush=True)
-    raise typer.Exit(launch(["--nproc-per-node", str(ranks), "-m", "zeroweave.demo.run", dumps(settings | paths)]))
+    raise typer.Exit(launch(["--nproc-per-node", str(ranks), "-m", "zeroweave.demo.run", dumps(settings)]))
 
 
 @app.command(context_settings=PASS_THROUGH, short_help="Start a script on several ranks.")
@@ -169,8 +163,8 @@ def schedule(
     """
     import json
 
+    from zeroweave.report.lanes import trace as traced
     from zeroweave.report.schedule import report
-    from zeroweave.report.trace import trace as traced
 
     shown = _courses(source, arguments, rank, ranks, steps)
     for line in report(shown):
@@ -361,13 +355,17 @@ def import_(
 ) -> None:
     """Write the weights of a file as safetensors, or a ZeRO checkpoint of DeepSpeed as one that engine.load takes.
 
-    SOURCE is read in a process of its own, without running the code that it names.
+    SOURCE is read without running the code that it names.
     """
-    from zeroweave.checkpoint.pickled import start
-
     if not trust_pickle:
         raise typer.BadParameter(f"{source} is a pickle: say --trust-pickle if you know where it comes from")
-    raise typer.Exit(start(source, folder, key, optimizer, shard_bytes))
+    with _told():
+        from zeroweave.checkpoint import deepspeed, torch_save
+
+        if source.is_dir():
+            print(deepspeed.convert(source, folder, optimizer))
+        else:
+            print(torch_save.convert(source, folder, key or "", shard_bytes))
 
 
 @ckpt.command()

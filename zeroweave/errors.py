@@ -12,7 +12,10 @@ one takes over the code of that, which is nearer to the cause.
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 _CODE: Final = re.compile(r"\[(ZW\d{3})\] ")
 
@@ -81,3 +84,10 @@ class UnsupportedOptimizer(ParameterError, UnsupportedError, code="ZW301"):
 
 class UnsupportedWindow(EngineError, UnsupportedError, code="ZW409"):
     """The model or the optimizer decides by itself when gradients are reduced, or where they go."""
+
+
+def first_problem(error: ValidationError, of: str = "") -> str:
+    """The first of pydantic's findings: the dotted name of the field, `of` what, and what is wrong with it."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, filter(None, (of, *first["loc"]))))
+    return f"{where}: {first['msg']}" if where else first["msg"]

@@ -15,6 +15,15 @@ A *sharding group* is a name for the ranks that share a bucket. Those of "world"
 are `groups` groups, in which the same bucket holds different parameters, as expert parallelism has it: rank r of the
 engine is in group number `r % groups`, at place `r // groups` of it.
 
+Where parameters are *replicated*, all ranks share a bucket, but only `world / replicas` consecutive ranks gather it
+together: rank r has shard r of
+
+    | replica 0: rank 0 | replica 1: rank 2 | replica 0: rank 1 | replica 1: rank 3 |      (4 ranks, 2 replicas)
+    |<--- near shard of ranks 0 and 2 ----->|<--- near shard of ranks 1 and 3 ----->|
+
+in that order, so that the ranks at one place of all replicas together have one part of the flat, their *near shard*.
+They gather it from their shards (`across`), and the ranks of a replica gather the flat from near shards (`inside`).
+
 All counts and offsets are in elements unless a name says bytes.
 """
 
@@ -23,7 +32,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -35,6 +44,12 @@ GROUP_MARK = "@"
 
 WORLD = "world"
 """The sharding group of all ranks."""
+
+INSIDE = "inside"
+"""The sharding groups of consecutive ranks that gather a replicated bucket together."""
+
+ACROSS = "across"
+"""The sharding groups of the ranks at one place of all replicas."""
 
 NAME_SEPARATOR = ":"
 """Between a bucket's base name (a module path) and the suffixes that tell its siblings apart."""
@@ -105,7 +120,8 @@ class BucketLayout:
     """One bucket: its slots, block by block in model order, and the size of its flat (`numel`, padding included).
 
     `numel` is a positive multiple of `world * ALIGN_BYTES / itemsize`. `group` names its sharding group, of which there
-    are `groups`, with `world` ranks each.
+    are `groups`, with `world` ranks each: every `groups`-th rank, or `consecutive` ones. `replicas`: so many groups of
+    consecutive ranks gather it among themselves; a divisor of `world`, and 1 unless all ranks share the bucket.
     """
 
     id: int
@@ -118,6 +134,8 @@ class BucketLayout:
     slots: tuple[Slot, ...]
     numel: int
     groups: int = 1
+    replicas: int = 1
+    consecutive: bool = False
 
     @property
     def trainable(self) -> bool:
@@ -136,11 +154,31 @@ class BucketLayout:
 
     def number(self, rank: int) -> int:
         """Which of the `groups` groups has `rank` of the engine."""
-        return rank % self.groups
+        return rank // self.world if self.consecutive else rank % self.groups
 
     def place(self, rank: int) -> int:
         """The place that `rank` of the engine has in its group: whose shard is its own."""
+        if self.consecutive:
+            return rank % self.world
+        if self.replicas > 1:
+            size = self.world // self.replicas
+            return rank % size * self.replicas + rank // size
         return rank // self.groups
+
+    @cached_property
+    def inside(self) -> BucketLayout:
+        """How the ranks of one replica gather and reduce the flat: from near shards. Itself without replicas."""
+        if self.replicas == 1:
+            return self
+        size, groups = self.world // self.replicas, self.replicas
+        return replace(self, group=INSIDE, world=size, groups=groups, replicas=1, consecutive=True)
+
+    @cached_property
+    def across(self) -> BucketLayout:
+        """How a near shard is gathered from shards and reduced to them. It has no slots."""
+        size = self.world // self.replicas
+        numel = self.inside.shard_numel
+        return replace(self, group=ACROSS, world=self.replicas, groups=size, replicas=1, slots=(), numel=numel)
 
     def keys(self, name: str) -> tuple[str, ...]:
         """The names that parameter `name` has for all ranks: one for each group's own, by the group's number."""
@@ -190,6 +228,7 @@ def build_layout(
     max_bytes: int,
     by_block: int = True,
     groups: Mapping[str, int] | None = None,
+    replicas: int = 1,
 ) -> tuple[BucketLayout, ...]:
     """Lay the parameters out in buckets; ids count from 0 in the order of each bucket's first parameter.
 
@@ -201,13 +240,14 @@ def build_layout(
     has a bucket of its own. A slot never spans buckets.
 
     `groups`: how many groups the `world` ranks fall into under each name of a sharding group; 1 where it is silent.
+    `replicas`: of buckets that all ranks share.
 
     The result depends on the arguments alone, so every rank computes the same. ValueError for a world or
-    size below 1, a number of groups that does not divide the world, a name given twice, or an item size that is
-    inconsistent or no divisor of 128.
+    size below 1, a number of groups or replicas that does not divide the world, a name given twice, or an item size
+    that is inconsistent or no divisor of 128.
     """
     specs, groups = tuple(specs), dict(groups or {})
-    _check(specs, world, max_bytes, groups)
+    _check(specs, world, max_bytes, groups, replicas)
     order = {spec.name: index for index, spec in enumerate(specs)}
     filled = [
         members
@@ -218,7 +258,7 @@ def build_layout(
     filled.sort(key=lambda members: order[members[0].name])
     names = _bucket_names(filled, by_block)
     return tuple(
-        _lay_out(bucket, name, members, world, groups.get(members[0].group, 1))
+        _lay_out(bucket, name, members, world, groups.get(members[0].group, 1), replicas)
         for bucket, (name, members) in enumerate(zip(names, filled, strict=True))
     )
 
@@ -237,15 +277,19 @@ def place_whole(
     owners = {}
     for place in sorted(sizes, key=lambda place: (-sizes[place], place)):
         bucket, slot = place
-        held = [known[bucket].fragment(slot, rank).numel for rank in range(world)]
+        held = [known[bucket].fragment(slot, known[bucket].place(rank)).numel for rank in range(world)]
         owner = owners[place] = min(range(world), key=lambda rank: (loads[rank], -held[rank], rank))
         loads[owner] += sizes[place]
     return owners
 
 
-def _check(specs: Sequence[ParameterSpec], world: int, max_bytes: int, groups: Mapping[str, int]) -> None:
+def _check(
+    specs: Sequence[ParameterSpec], world: int, max_bytes: int, groups: Mapping[str, int], replicas: int
+) -> None:
     if world < 1:
         raise ValueError(f"world must be at least 1, not {world}")
+    if replicas < 1 or world % replicas:
+        raise ValueError(f"{world} ranks do not fall into {replicas} replicas")
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
     for group, count in groups.items():
@@ -331,7 +375,9 @@ def _split_by_size(alike: Sequence[ParameterSpec], world: int, max_bytes: int) -
     return parts
 
 
-def _lay_out(bucket: int, name: str, members: Sequence[ParameterSpec], ranks: int, groups: int) -> BucketLayout:
+def _lay_out(
+    bucket: int, name: str, members: Sequence[ParameterSpec], ranks: int, groups: int, replicas: int
+) -> BucketLayout:
     first, world = members[0], ranks // groups
     slots: list[Slot] = []
     end = 0
@@ -349,6 +395,7 @@ def _lay_out(bucket: int, name: str, members: Sequence[ParameterSpec], ranks: in
         slots=tuple(slots),
         numel=round_up(end, world * ALIGN_BYTES) // first.itemsize,
         groups=groups,
+        replicas=replicas if first.group == WORLD else 1,
     )
 
 

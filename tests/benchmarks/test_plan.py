@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plan
-from zeroweave.plan.calibration import Calibration
+from zeroweave.plan.hardware import Calibration
 
 GOOD = plan.Row("tiny:16:1", 3, peak=10.0, planned_peak=10.9, step=1.0, by_sheet=0.5, calibrated=0.86, wrong=())
 

@@ -20,7 +20,7 @@ from zeroweave.checkpoint.reader import opened
 from zeroweave.ranks.control import Control
 
 ALONE = Control()
-OF_FOLDERS = ("zeroweave.checkpoint.folder", "zeroweave.checkpoint.partial")
+OF_FOLDERS = ("zeroweave.checkpoint.folder", "zeroweave.checkpoint.staging")
 """Modules, between whose lines processes die."""
 SHARED = 7
 """Elements of the tensor that both ranks have a part of; the first rank has 3."""

@@ -15,7 +15,7 @@ from torch import nn
 
 import zeroweave as zw
 from tests.support.marks import daily
-from zeroweave.checkpoint.pickled import convert
+from zeroweave.checkpoint.deepspeed import convert, read
 
 STEPS = 3.0
 
@@ -166,7 +166,7 @@ def test_an_engine_goes_on_where_deepspeed_stopped(tmp_path: Path, stage: int, w
     model.norm.running_mean.fill_(3.0)
     write(tmp_path / "ds", model, stage, world, kind)
     del sys.modules["deepspeed_as_it_writes"]
-    told = convert(tmp_path / "ds", tmp_path / "out", "", "AdamW", 1)
+    told = convert(tmp_path / "ds", tmp_path / "out", "AdamW")
     assert told.endswith("without args, lr_scheduler")
     torch.manual_seed(1)
     other = Net()
@@ -235,7 +235,7 @@ def test_what_is_not_whole_is_refused(tmp_path: Path, stage: int, how: str, word
     write(tmp_path / "ds", Net(), stage, 2)
     spoilt(tmp_path / "ds", how)
     with pytest.raises(zw.CheckpointError, match=words):
-        convert(tmp_path / "ds", tmp_path / "out", "", "AdamW", 1)
+        convert(tmp_path / "ds", tmp_path / "out", "AdamW")
     assert not list(tmp_path.glob("out/*"))
 
 
@@ -247,7 +247,7 @@ def test_masters_that_are_not_where_they_are_looked_for_are_refused(tmp_path: Pa
     own["single_partition_of_fp32_groups"][1] = own["single_partition_of_fp32_groups"][1].roll(1)
     torch.save(content, file)
     with pytest.raises(zw.CheckpointError, match=r"the master of a\.bias is not that of the model's weight"):
-        convert(tmp_path / "ds", tmp_path / "out", "", "AdamW", 1)
+        convert(tmp_path / "ds", tmp_path / "out", "AdamW")
 
 
 def test_what_has_no_options_is_refused(tmp_path: Path) -> None:
@@ -258,4 +258,11 @@ def test_what_has_no_options_is_refused(tmp_path: Path) -> None:
     own["base_optimizer_state"] = list(own["base_optimizer_state"]["state"].values())
     torch.save(content, file)
     with pytest.raises(zw.CheckpointError, match="elastic_checkpoint"):
-        convert(tmp_path / "ds", tmp_path / "out", "", "AdamW", 1)
+        convert(tmp_path / "ds", tmp_path / "out", "AdamW")
+
+
+@pytest.mark.parametrize("tag", ["../other", "/etc", "..", ".", "", "a/b"])
+def test_latest_names_a_folder_beside_it(tmp_path: Path, tag: str) -> None:
+    (tmp_path / "latest").write_text(tag)
+    with pytest.raises(zw.CheckpointError, match="no folder beside it"):
+        read(tmp_path, "AdamW")

@@ -32,13 +32,6 @@ def dies_at_each_line(path: Path, action: Callable[[], object], check: Callable[
     raise AssertionError
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A folder with one checkpoint, of seed 1."""
-    write(tmp_path / "runs", "one", 1, seed=1)
-    return tmp_path / "runs"
-
-
 def whole(path: Path) -> list[str]:
     """All tags, each of which can be read, and is what was written."""
     tags = Folder(path).tags()

@@ -16,10 +16,10 @@ import pytest
 import torch
 import xxhash
 
-from tests.checkpoint.small import ALONE, is_whole, lying, read, sealed, write
+from tests.checkpoint.small import ALONE, is_whole, lying, read, sealed
 from zeroweave.checkpoint import random_numbers
+from zeroweave.checkpoint.compatibility import Compatibility, Wanted
 from zeroweave.checkpoint.files import bytes_of
-from zeroweave.checkpoint.fitting import Fitting, Wanted
 from zeroweave.checkpoint.folder import Folder
 from zeroweave.checkpoint.manifest import parse
 from zeroweave.checkpoint.reader import opened
@@ -28,12 +28,6 @@ from zeroweave.errors import CheckpointError
 PLACES = ("latest", "one/manifest.json", "one/rank-00000.safetensors", "one/rank-00001.safetensors")
 SECRET = "a secret of 0123456789"
 MIB = 1 << 20
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    write(tmp_path / "runs", "one", 1, seed=1)
-    return tmp_path / "runs"
 
 
 @pytest.fixture
@@ -315,7 +309,7 @@ def test_values_that_no_engine_has_written(path: Path) -> None:
     def fit(values: dict[str, Any]) -> None:
         republished(path, lambda fields: fields.update(values=values, tensors={}))
         with opened(Folder(path), None, ALONE) as reader:
-            Fitting(reader.manifest, wanted, True).check(ALONE)
+            Compatibility(reader.manifest, wanted, True).check(ALONE)
 
     fit(RUN)
     for values in lies():

@@ -29,12 +29,6 @@ def save_to(path: Path, tag: str = "two", make: Callable[[], Content] = content)
     Saving(Folder(path), tag, 2, 1, make, ALONE, None).finish()
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    write(tmp_path / "runs", "one", 1, seed=1)
-    return tmp_path / "runs"
-
-
 def is_as_before(path: Path) -> bool:
     return sorted(p.name for p in path.iterdir()) == ["latest", "one"] and is_whole(path, None, 1)
 

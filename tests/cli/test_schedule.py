@@ -17,8 +17,8 @@ from tests.support.commands import zeroweave
 from tests.support.schedules import stack_facts, stack_with_needs
 from zeroweave import EngineError, Schedule, cli
 from zeroweave.engine.samples import FOLDER, STEPS, Samples
-from zeroweave.report.trace import LANES, trace
-from zeroweave.schedule import compile_schedule
+from zeroweave.report.lanes import NAMES, trace
+from zeroweave.schedule import Update, compile_schedule
 
 TRAINS = """
 import sys, torch, zeroweave as zw
@@ -90,7 +90,7 @@ def test_a_saved_schedule_with_costs(tmp_path: Path, schedule: Schedule) -> None
     assert done.exit_code == 0, done.output
     assert "predicted: start" in done.output and "critical path" in done.output and "measured" not in done.output
     found = lanes(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
-    assert set(found) == {("predicted", lane) for lane in LANES.values()}
+    assert set(found) == {("predicted", lane) for lane in NAMES.values()}
 
 
 def test_what_is_no_saved_schedule(tmp_path: Path) -> None:
@@ -112,12 +112,17 @@ def test_the_trace_holds_every_span_wait_and_byte(tmp_path: Path, schedule: Sche
     shown = Courses.load(path)
     made = json.loads(json.dumps(trace(shown.schedule, shown.courses)))
     events = made["traceEvents"]
+
+    def is_update(index: int) -> bool:
+        return isinstance(shown.schedule.instructions[index], Update)
+
     for course in shown.courses:
-        for lane, name in LANES.items():
+        for name in NAMES.values():
             slices = lanes(events)[course.name, name]
-            took = sum(e["dur"] for e in slices if e["cat"] == lane)
-            assert took == pytest.approx(1e6 * sum(s.stop - s.start for s in course.spans if s.lane == lane))
-        waits = [e for e in lanes(events)[course.name, "compute"] if e["cat"] == "wait"]
+            took = sum(e["dur"] for e in slices if e["cat"] != "wait")
+            spans = [s for s in course.spans if NAMES["update" if is_update(s.index) else s.lane] == name]
+            assert took == pytest.approx(1e6 * sum(s.stop - s.start for s in spans))
+        waits = [e for e in lanes(events)[course.name, "computation"] if e["cat"] == "wait"]
         assert sum(e["dur"] for e in waits) == pytest.approx(1e6 * course.exposed) and waits
         # Slices of one lane do not overlap: a lane does one thing at a time.
         for slices in (found for (process, _), found in lanes(events).items() if process == course.name):
@@ -143,9 +148,9 @@ def test_a_script_on_two_ranks(tmp_path: Path, script: Path) -> None:
     assert measured > 0 and predicted > 0
     assert "schedule 0." in done.stdout
     found = lanes(json.loads(out.read_text())["traceEvents"])
-    ours = set(LANES.values()) - {"copy"}
+    ours = set(NAMES.values()) - {"copies"}
     assert set(found) == {(process, lane) for process in ("measured", "predicted") for lane in ours}
-    for lane in ("gather", "reduce"):
+    for lane in ("gathers", "reductions"):
         assert sorted(e["name"] for e in found["measured", lane]) == sorted(e["name"] for e in found["predicted", lane])
 
 

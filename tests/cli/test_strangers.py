@@ -8,13 +8,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from benchmarks.nodes import Node, two_nodes
 from tests.support import strangers
 from tests.support.jobs import Job, Listener, listeners
 
@@ -24,8 +24,6 @@ CONNECTIONS = 10_000
 BATCH = 40
 """Connections to one port, before it is the next one's turn."""
 STEPS = 50
-PORT = 29_611
-"""Of the rendezvous; the namespaces are new, and all others' ports are not in them."""
 
 PROGRAM = f"""
 import pathlib, sys, time
@@ -49,68 +47,6 @@ for step in range({STEPS}):
 (folder / f"losses-{{engine.rank}}").write_text("\\n".join(losses))
 engine.destroy()
 """
-
-
-@dataclass
-class Node:
-    """A machine: how a command is run on it, and the options of its launcher.
-
-    `addresses`: of its interfaces; `interface` has the last one, and leads to the other machines if there are any.
-    """
-
-    prefix: Sequence[str]
-    addresses: Sequence[str]
-    interface: str
-    launcher: Sequence[object]
-
-
-def _ran(*command: object) -> None:
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"{' '.join(map(str, command))}: {done.stderr.strip()}")
-
-
-@contextmanager
-def _namespace(*prefix: str) -> Iterator[int]:
-    """A new network namespace, as long as the process lasts whose number is given."""
-    holder = subprocess.Popen([*prefix, "sleep", "infinity"], stderr=subprocess.PIPE)
-    try:
-        until, own = time.monotonic() + 10, Path("/proc/self/ns/net").readlink()
-        while holder.poll() is None and time.monotonic() < until:
-            if Path(f"/proc/{holder.pid}/comm").read_text() == "sleep\n":
-                assert Path(f"/proc/{holder.pid}/ns/net").readlink() != own
-                yield holder.pid
-                return
-            time.sleep(0.01)
-        raise OSError(f"{' '.join(prefix)}: no namespace")
-    finally:
-        holder.kill()
-        holder.wait()
-
-
-@contextmanager
-def two_nodes(way: str) -> Iterator[list[Node]]:
-    """Two namespaces with an interface to each other. OSError where this machine does not let us."""
-    with ExitStack() as ends:
-        first = ends.enter_context(_namespace("unshare", "--map-root-user", "--net"))
-        enter = ["nsenter", "--preserve-credentials", "--user", "--net", "-t"]
-        second = ends.enter_context(_namespace(*enter, str(first), "unshare", "--net"))
-        nodes = []
-        _ran(*enter, first, *"ip link add z0 type veth peer name z1 netns".split(), second)
-        for number, process in enumerate((first, second)):
-            address, interface = f"10.77.0.{number + 1}", f"z{number}"
-            _ran(*enter, process, "ip", "addr", "add", f"{address}/24", "dev", interface)
-            for each in ("lo", interface):
-                _ran(*enter, process, "ip", "link", "set", each, "up")
-            launcher: list[object] = ["-n", "1", "--nnodes", "2"]
-            if way == "c10d":
-                # by itself the launcher looks its address up by the machine's name, which leads into no namespace
-                launcher += ["--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr", address]
-                launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"10.77.0.1:{PORT}"]
-            else:
-                launcher += ["--node-rank", number, "--master-addr", "10.77.0.1", "--master-port", PORT]
-            nodes.append(Node([*enter, str(process)], ["127.0.0.1", address], interface, launcher))
-        yield nodes
 
 
 ONE_NODE = Node([], ["127.0.0.1"], "lo", ["-n", "2"])

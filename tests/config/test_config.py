@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +98,7 @@ EVERYTHING: dict[str, Any] = {
     "stage": 2,
     "gradient_accumulation_steps": 4,
     "gradient_clipping": 1.0,
+    "loss": "chunked",
     "gather_after_step": True,
     "deadline_seconds": 30,
     "on_nonfinite": "raise",
@@ -132,7 +132,7 @@ EVERYTHING: dict[str, Any] = {
         "dynamic": False,
     },
     "transport": {"gathers": "kernel"},
-    "sharding": {"optional": ["model.visual*"]},
+    "sharding": {"group_size": 8, "optional": ["model.visual*"]},
     "experts": {"parameters": ["*.experts.*"], "parallel_size": 2},
     "activations": {"free_threshold_bytes": 1 << 20},
     "checkpoint": {"keep_last": 3, "keep_every": 100, "save_on_signal": "runs/7"},
@@ -152,6 +152,7 @@ TOML = """
 stage = 2
 gradient_accumulation_steps = 4
 gradient_clipping = 1
+loss = "chunked"
 gather_after_step = true
 deadline_seconds = 30.0
 on_nonfinite = "raise"
@@ -160,7 +161,7 @@ reduce = { depth = 1, op = "predivide" }
 activations = { free_threshold_bytes = 1048576 }
 transport = { gathers = "kernel" }
 log_dir = "runs/7/log"
-sharding = { optional = ["model.visual*"] }
+sharding = { group_size = 8, optional = ["model.visual*"] }
 experts = { parameters = ["*.experts.*"], parallel_size = 2 }
 
 [log]
@@ -237,13 +238,6 @@ def test_a_config_cannot_change() -> None:
         config.stage = 1
     with pytest.raises(pydantic.ValidationError, match="frozen"):
         config.compile.prefetch = 2
-
-
-@pytest.mark.parametrize("read", [Config.load, lambda source: Config(**source)])
-def test_the_older_name_of_predivide_works_with_a_warning(read: Callable[[dict[str, Any]], Config]) -> None:
-    with pytest.warns(UserWarning, match="'presum' is called 'predivide'") as caught:
-        assert read({"reduce": {"op": "presum"}}).reduce.op == "predivide"
-    assert [each.filename for each in caught] == [__file__]
 
 
 def test_the_runtime_by_name_has_the_debug_switches_among_its_keys() -> None:

@@ -161,6 +161,14 @@ MEANINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         zero(reduce_bucket_size=1000, allgather_bucket_size=500),
         {"bucket": {"bytes": 2000}},
     ),
+    "zero_optimization.zero_hpz_partition_size": (
+        zero(zero_hpz_partition_size=8, mics_shard_size=-1),
+        {"sharding": {"group_size": 8}},
+    ),
+    "zero_optimization.mics_shard_size": (
+        zero(mics_shard_size=4, zero_hpz_partition_size=1),
+        {"sharding": {"group_size": 4}},
+    ),
     "zero_optimization.overlap_comm": (zero(overlap_comm=False), {"reduce": {"depth": 1}}),
     "zero_optimization.stage3_prefetch_bucket_size": (
         zero(stage3_prefetch_bucket_size=0),

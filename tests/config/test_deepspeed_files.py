@@ -83,8 +83,7 @@ REFUSED: dict[str, list[str]] = {
     "accelerate_stage_2": ["gradient_clipping", *OPEN, *WARMUP, "scheduler.params.total_num_steps"],
     "accelerate_stage_3_offload": ["gradient_clipping", *OPEN, *WARMUP, "scheduler.params.total_num_steps"],
     "accelerate_zero_plus_plus": [
-        f"zero_optimization.{name}"
-        for name in ("zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients")
+        f"zero_optimization.{name}" for name in ("zero_quantized_weights", "zero_quantized_gradients")
     ],
     "trainer_nvme": ["fp16.enabled", *DISKS, "gradient_accumulation_steps", "gradient_clipping", *ADAM, *WARMUP],
 }

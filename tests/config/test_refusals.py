@@ -43,10 +43,6 @@ def refused(source: Any) -> str:
             {"check_every_step": True},
             "unknown key 'check_every_step' in the config; did you mean 'debug.check_every_step'?",
         ),
-        (
-            {"transport": {"reductions": "kernel"}},
-            "transport.reductions is gone from the config: gradients are always reduced as with 'kernel'; leave it out",
-        ),
     ],
 )
 def test_an_unknown_key_suggests_the_nearest(source: dict[str, Any], message: str) -> None:

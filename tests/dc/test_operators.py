@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.fake_utils import CrossRefFakeMode
@@ -16,8 +16,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from tests.support.operator_graphs import GRAPH, SHAPES, compiled, ops, reference, step, trace, uses, with_code
 from tests.support.reference import Expected, judge
 from zeroweave import dc
-from zeroweave._torch.fx import boxed
-from zeroweave.dc.operators import OPERATORS, add_free_tensors
+from zeroweave.dc.operators import OPERATORS
 from zeroweave.errors import EngineError, ParameterError
 
 pytestmark = pytest.mark.oldest
@@ -213,41 +212,3 @@ def test_inductor_writes_no_gradient_that_waits_for_its_reduction(sharded: Shard
     )
     found = judge(got, Expected(*wanted))
     assert found[0] <= 1, found
-
-
-# ---------------------------------------------------------------------- free_tensors in graphs
-def saved(a: Tensor, b: Tensor, c: Tensor, small: Tensor, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`a` is last used through a view; `b` leaves as a view; `c` leaves as it is."""
-    view = a.t()
-    product = view @ b
-    last = view * 2
-    return product + last.sum() + small.sum(), b.view(-1), c
-
-
-def freed_by(graph: fx.Graph) -> list[tuple[str, str]]:
-    """(argument, the operator before it) of each `free_tensors`."""
-    nodes = graph.find_nodes(op="call_function", target=ops.free_tensors.default)
-    return [(node.args[0][0].name, str(node.prev.target)) for node in nodes]
-
-
-def test_large_placeholders_are_freed_after_their_last_use() -> None:
-    inputs = [torch.randn(8, 8) for _ in range(3)] + [torch.randn(4), torch.randn(8, 8)]
-    module = trace(saved, inputs)
-    expected = saved(*inputs)
-    a, b, c, small, unused = module.graph.find_nodes(op="placeholder")
-    assert add_free_tensors(module.graph, threshold=64) == []
-    assert add_free_tensors(module.graph, threshold=63, tensors=[b, c]) == []
-    assert add_free_tensors(module.graph, threshold=63, tensors=[a, b, small]) == [a]
-    assert freed_by(module.graph) == [(a.name, "aten.mul.Tensor")]
-    assert add_free_tensors(module.graph, threshold=0, tensors=[small, unused]) == [small]
-    module.graph.lint()
-    dc.init(config={"free_activation_threshold": 63})
-    try:
-        arguments = list(inputs)
-        storages = [tensor.untyped_storage() for tensor in inputs]
-        del inputs
-        for mine, wanted in zip(boxed(module)(arguments), expected, strict=True):
-            assert torch.equal(mine, wanted)
-    finally:
-        dc.cleanup()
-    assert [storage.nbytes() for storage in storages] == [0, 256, 256, 16, 256]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,21 +13,18 @@ from tests.support.commands import zeroweave
 from zeroweave.demo.run import bit_equal, problems, relative_difference
 
 WAYS = [
-    pytest.param((3, ["--eager", "--profile"]), id="stage 3, eager, profiled"),
+    pytest.param((3, ["--eager"]), id="stage 3, eager"),
     pytest.param((1, ["--lower", "aot_eager"]), id="stage 1, aot_eager", marks=pytest.mark.matrix),
 ]
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], int]:
+def run(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any], int]:
     """The output, the figures and the stage of a demo of 12 steps."""
     stage, way = request.param
-    path: Path = tmp_path_factory.mktemp("demo") / "figures.json"
-    done = zeroweave("demo", "--stage", stage, "--steps", 12, "--json", path, *way)
+    done = zeroweave("demo", "--stage", stage, "--steps", 12, *way)
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
-    assert figures == json.loads(path.read_text())
-    return done.stdout, figures, stage
+    return done.stdout, json.loads(done.stdout.splitlines()[-1]), stage
 
 
 @pytest.mark.matrix
@@ -53,18 +49,7 @@ def test_collectives_are_those_of_the_stage(run: tuple[str, dict[str, Any], int]
 
 
 @pytest.mark.matrix
-def test_the_profile_is_there_when_it_was_asked_for(run: tuple[str, dict[str, Any], int]) -> None:
-    output, figures, stage = run
-    profile = figures["profile"]
-    if stage == 1:
-        assert profile is None and "without communication" not in output
-        return
-    assert profile["seconds_step"] > 0 and profile["seconds_step_without_communication"] > 0
-    assert "a step takes" in output and "without communication" in output
-
-
-@pytest.mark.matrix
-def test_the_report_shows_curve_and_schedule(run: tuple[str, dict[str, Any], int]) -> None:
+def test_the_report_shows_stages_and_schedule(run: tuple[str, dict[str, Any], int]) -> None:
     output, _, stage = run
     assert "Run layers.1 forward [layers.1]" in output and "Run layers.1 backward [layers.1]" in output
     freed = output.index("Reshard layers.1") < output.index("Run layers.1 backward")
@@ -72,7 +57,6 @@ def test_the_report_shows_curve_and_schedule(run: tuple[str, dict[str, Any], int
     rows = [line.split("  ") for line in output.splitlines() if line.startswith("stage ")]
     assert [row[0] for row in rows] == ["stage 1", "stage 2", "stage 3"]
     assert all("every bit equal" in row for row in rows)
-    assert " |" in output and "*" in output
 
 
 @pytest.mark.matrix
@@ -81,19 +65,11 @@ def test_the_report_shows_curve_and_schedule(run: tuple[str, dict[str, Any], int
     [
         pytest.param(2, ["--stage", 1], id="after the recorded step, whose peaks no schedule tells"),
         pytest.param(4, ["--stage", 3], id="before the schedule changes by measured times"),
-        pytest.param(1, ["--profile"], id="the schedule changes while steps are profiled"),
     ],
 )
 def test_a_short_run_is_checked_by_a_step_that_follows_its_schedule(steps: int, options: list[object]) -> None:
     done = zeroweave("demo", "--eager", "--steps", steps, *options)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.matrix
-def test_an_error_of_a_rank_ends_the_demo_with_its_reason(tmp_path: Path) -> None:
-    done = zeroweave("demo", "--eager", "--steps", 1, "--json", tmp_path / "no" / "such" / "folder.json")
-    assert done.returncode == 1
-    assert "zeroweave: rank 0 failed with exit code 1: FileNotFoundError" in done.stderr
 
 
 FINE = {"stages_bit_equal": True, "grad_rel_diff_vs_ddp": 1e-7, "replayed": True}

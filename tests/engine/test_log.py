@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import zeroweave as zw
-from zeroweave.engine.logs.noted import tokens_of
+from zeroweave.engine.after_step import tokens_of
 from zeroweave.engine.logs.sinks import FILE, Figures, Happened, JsonLines
 from zeroweave.engine.logs.terminal import Terminal
 from zeroweave.errors import ConfigError
@@ -308,7 +308,7 @@ def test_settings_that_are_refused(config: dict[str, Any], message: str) -> None
 
 
 def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroweave.engine.logs.asked.find_spec", lambda name: None)
+    monkeypatch.setattr("zeroweave.engine.logs.log.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"log\.to: not installed: wandb, mlflow; pip install wandb mlflow"):
         started({"log": {"to": ["wandb", "mlflow"]}})
 
@@ -347,7 +347,7 @@ def test_tensorboard_has_the_curves(tmp_path: Path) -> None:
     found = EventAccumulator(str(tmp_path)).Reload()
     assert [each.value for each in found.Scalars("zeroweave/loss")] == pytest.approx(losses)
     assert [each.step for each in found.Scalars("zeroweave/learning_rate")] == [1, 2, 3]
-    assert any("schedule" in tag for tag in found.Tags()["tensors"])
+    assert any("run" in tag for tag in found.Tags()["tensors"])
 
 
 @pytest.mark.matrix

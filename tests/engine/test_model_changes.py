@@ -121,7 +121,7 @@ def test_modules_that_were_replaced_are_named(stage: int) -> None:
 def test_a_loss_that_is_none_is_told() -> None:
     model = made()
     with initialized(model) as engine:
-        with pytest.raises(TypeError, match=r"needs a tensor as its loss; loss_fn gave it something of .*NoneType"):
+        with pytest.raises(TypeError, match=r"needs a tensor as its loss; loss gave it something of .*NoneType"):
             engine.train_step(torch.ones(4, 8), lambda output, _: None)
         engine.zero_grad()
         model.head.register_forward_hook(lambda *_: SimpleNamespace(loss=1.0))

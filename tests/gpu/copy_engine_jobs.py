@@ -197,7 +197,7 @@ def schedules(changes: list[dict[str, Any]], least: int) -> list[tuple[bool, boo
     without; places, and their bytes. Copy engines gather buckets of `least` bytes and more.
     """
     device, found, index = join(), [], 0
-    decided = patch("zeroweave.engine.ways.choose", lambda *arguments: Choice("a test wants it", least))
+    decided = patch("zeroweave.engine.transports.choose", lambda *arguments: Choice("a test wants it", least))
     plain = {"prefetch": 0, "keep": "none"}
     with deterministic(), net(device, "kernel", **plain) as ordinary, decided, net(device, "auto", **plain) as engine:
         for change in changes:

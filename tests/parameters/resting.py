@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroweave.parameters.places import Places, rest
+from zeroweave.parameters.module_parameters import ModuleParameters, rest
 from zeroweave.parameters.stub import StubStatus
 
 NAME = "0.weight"
@@ -26,7 +26,7 @@ class Resting:
     list: list[nn.Parameter]
     optimizer: torch.optim.Optimizer
     status: StubStatus
-    places: Places
+    parameters: ModuleParameters
 
     def by(self, route: str) -> nn.Parameter:
         return {

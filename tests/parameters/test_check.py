@@ -11,7 +11,7 @@ from torch import nn
 
 from zeroweave.errors import ParameterError
 from zeroweave.parameters.check import check
-from zeroweave.parameters.places import rest
+from zeroweave.parameters.module_parameters import rest
 from zeroweave.parameters.stub import StubStatus
 
 pytestmark = pytest.mark.oldest

@@ -23,12 +23,6 @@ pytestmark = pytest.mark.oldest
 WAY_OUT = r"engine\.full_parameters\(\).*engine\.state_dict\(\)"
 
 
-@pytest.fixture
-def resting() -> Resting:
-    torch.manual_seed(0)
-    return make_resting(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 4)))
-
-
 def no_grad(f: Callable[[], object]) -> object:
     with torch.no_grad():
         return f()
@@ -110,8 +104,8 @@ def test_metadata_is_answered(resting: Resting, route: str) -> None:
 def test_modules_are_printed_and_counted(resting: Resting) -> None:
     assert "Linear(in_features=8" in str(resting.model)
     assert sum(p.numel() for p in resting.model.parameters()) == 8 * 16 + 16 + 32 + 64 + 4
-    assert list(resting.places.names) == [name for name, _ in resting.model.named_parameters()]
-    assert not resting.places.aliases
+    assert list(resting.parameters.names) == [name for name, _ in resting.model.named_parameters()]
+    assert not resting.parameters.aliases
 
 
 def touch_module(what: str, model: nn.Module) -> object:
@@ -185,7 +179,7 @@ def test_requires_grad_of_what_is_trained_can_be_set(resting: Resting) -> None:
         assert all(other.requires_grad for other in others)
         assert p.requires_grad_() is p and p.requires_grad and not resting.status.off
     resting.model.requires_grad_(False)
-    assert resting.status.off == set(resting.places.names)
+    assert resting.status.off == set(resting.parameters.names)
     resting.status.show(Showing.REAL)
     with pytest.raises(ParameterError, match=r"requires_grad = True on parameter '0\.weight'.*between engine calls"):
         p.requires_grad = True

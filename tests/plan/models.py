@@ -18,6 +18,28 @@ def llama(micro_batch: int, seq: int) -> tuple[nn.Module, Any]:
     return model, {"input_ids": tokens, "labels": tokens}
 
 
+class Language(nn.Module):
+    """A language model whose logits take more than all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(2000, 16), nn.Linear(16, 2000, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3))
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.out
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return nn.functional.cross_entropy(self.out(hidden)[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def language(micro_batch: int, seq: int) -> tuple[nn.Module, Any]:
+    return Language(), torch.zeros(micro_batch, seq, dtype=torch.long)
+
+
 class Recomputed(nn.Module):
     """Attention whose backward recomputes it."""
 

@@ -10,8 +10,7 @@ import pytest
 
 from zeroweave.errors import EngineError
 from zeroweave.plan.calibrate import found
-from zeroweave.plan.calibration import Calibration
-from zeroweave.plan.hardware import GPUS, Efficiency
+from zeroweave.plan.hardware import GPUS, Calibration, Efficiency
 
 H200 = Calibration("NVIDIA H200", 2, 1, {"matmul": 7.5e14, "host": 5.6e10}, {"kernel": 4e-6, "beside": 0.3})
 
@@ -42,10 +41,10 @@ def test_a_file_is_what_was_saved(tmp_path: Path) -> None:
     [
         ("nonsense", "Invalid JSON"),
         ("{}", "device"),
-        (json.dumps({**vars(H200), "rates": {"speed": 1.0}}), "speed is 1"),
-        (json.dumps({**vars(H200), "rates": {"kernel": 1.0}}), "kernel is 1"),
-        (json.dumps({**vars(H200), "rates": {"matmul": 0.0}}), "matmul is 0"),
-        (json.dumps({**vars(H200), "seconds": {"kernel": -1.0}}), "kernel is -1"),
+        (json.dumps({**vars(H200), "rates": {"speed": 1.0}}), "rates.speed"),
+        (json.dumps({**vars(H200), "rates": {"kernel": 1.0}}), "rates.kernel"),
+        (json.dumps({**vars(H200), "rates": {"matmul": 0.0}}), "rates.matmul"),
+        (json.dumps({**vars(H200), "seconds": {"kernel": -1.0}}), "seconds.kernel"),
     ],
 )
 def test_what_is_no_calibration_is_refused(tmp_path: Path, text: str, told: str) -> None:

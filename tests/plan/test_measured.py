@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.plan import PEAK, STEP, parser, planned, spec_of
-from zeroweave.plan.calibration import Calibration
-from zeroweave.plan.hardware import GPUS, Hardware
+from zeroweave.plan.hardware import GPUS, Calibration, Hardware
 
 pytestmark = pytest.mark.matrix
 

@@ -7,8 +7,7 @@ import torch
 
 from zeroweave._torch.fake import without_memory
 from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
-from zeroweave.plan.kernels import PlannedKernels
-from zeroweave.plan.meter import Lane, Meter, Passed, PlannedClock
+from zeroweave.plan.meter import Lane, Meter, Passed, PlannedClock, PlannedKernels
 
 HARDWARE = Hardware(GPUS["h200"], Efficiency())
 

@@ -16,6 +16,8 @@ from torch import nn
 from tests.plan.test_plan import HARDWARE
 from zeroweave.config import Config
 from zeroweave.demo import Llama, LlamaConfig
+from zeroweave.eager import chunked_loss
+from zeroweave.plan.model import source_of
 from zeroweave.plan.rank import PlannedRank
 from zeroweave.schedule import Schedule
 
@@ -31,6 +33,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "activations": {"offload": {"activations": True, "activations_threshold_bytes": 64}},
     "stage 2": {"stage": 2},
     "stage 1": {"stage": 1, "gradient_accumulation_steps": 2},
+    "chunked": {"loss": "chunked"},
+    "chunked and cast": {"loss": "chunked", **CAST, "gradient_accumulation_steps": 2},
     "compiled": {**CAST, "compile": {"lower": "inductor"}},
 }
 
@@ -49,8 +53,9 @@ def peak_of(rank: PlannedRank, schedule: Schedule) -> int:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_schedule_takes_what_was_foreseen(name: str) -> None:
-    model, batch = decoder()
+def test_a_schedule_takes_what_was_foreseen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_loss, "BYTES", 4 * 2000 * 64)  # 64 of 512 tokens
+    model, batch = source_of("tests.plan.models:language", 1, 512)() if "chunked" in name else decoder()
     config = Config.load({"stage": 3, "compile": {"enabled": False}, **SETTINGS[name]})
     rank = PlannedRank(model, batch, torch.optim.AdamW, config, 2, HARDWARE)
     found = rank.measure(room=1 << 40)

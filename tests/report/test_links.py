@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from zeroweave.report.apart import answer_of
+from zeroweave.report.launch import answer_of
 from zeroweave.report.links import FLOORS, Links, links, measured
 
 PAIRS = ["0-1", "0-2", "0-3", "1-2", "1-3", "2-3"]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from zeroweave.report.check import Check
 from zeroweave.report.settings import (
     ROOM,
     VARIABLES,
+    Check,
     _quota,
     libraries,
     of_this_machine,

@@ -1,33 +1,10 @@
-"""Charts, tables and sizes as text."""
+"""Tables and sizes as text."""
 
 from __future__ import annotations
 
 import pytest
 
-from zeroweave.report.tables import chart, size, table, tables
-
-
-def test_a_chart_of_a_falling_curve() -> None:
-    assert chart([4.0, 3.0, 2.0, 1.0], height=4) == [
-        "4.00 | *",
-        "     |  *",
-        "     |   *",
-        "1.00 |    *",
-        "     +-----",
-        "       step 1 4",
-    ]
-
-
-def test_a_long_curve_is_averaged_into_columns() -> None:
-    lines = chart([float(value) for value in range(200)], width=50, height=8)
-    assert lines[0].startswith("197.50 |") and lines[7].startswith("  1.50 | *")
-    assert sum(line.count("*") for line in lines) == 50
-    assert lines[-1].endswith("step 1" + " " * 41 + "200")
-
-
-def test_charts_of_nothing_and_of_one_value() -> None:
-    assert chart([]) == []
-    assert chart([2.0], height=2)[0] == "2.00 | *"
+from zeroweave.report.tables import size, table, tables
 
 
 def test_a_table_is_aligned() -> None:

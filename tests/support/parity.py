@@ -37,9 +37,11 @@ class Case:
     mode: str
     gas: int
     world: int = 2
+    group_size: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.model}-z{self.stage}-{self.mode}-gas{self.gas}-world{self.world}"
+        groups = f"-groups{self.group_size}" if self.group_size else ""
+        return f"{self.model}-z{self.stage}-{self.mode}-gas{self.gas}-world{self.world}{groups}"
 
     def config(self) -> dict[str, Any]:
         compile_ = {"enabled": False} if self.mode == "eager" else {"lower": self.mode}
@@ -48,6 +50,7 @@ class Case:
             "stage": self.stage,
             "gradient_accumulation_steps": self.gas,
             "deadline_seconds": 200.0,
+            "sharding": {"group_size": self.group_size},
             **more,
             "compile": {**compile_, **more.get("compile", {})},
         }

@@ -13,7 +13,7 @@ from zeroweave.comm.copy_engine import CopyEngineGathers
 from zeroweave.comm.places import Place, Places
 from zeroweave.comm.process_group import ProcessGroupTransport
 from zeroweave.comm.transport import Transport
-from zeroweave.engine.ways import Links
+from zeroweave.engine.transports import Communicators
 from zeroweave.notices import Journal
 
 
@@ -53,20 +53,22 @@ class Slabs:
         return is_placed
 
     def gather_by(
-        self, asked: Any, transports: dict[str, Transport], links: Links, layouts: Any, journal: Journal
+        self, asked: Any, transports: dict[str, Transport], communicators: Communicators, layouts: Any, journal: Journal
     ) -> tuple[Places, Choice]:
         """In the place of the engine's: copy engines are taken for a process group."""
         for name, transport in transports.items():
             if isinstance(transport, ProcessGroupTransport):
                 way = f"{name} by copy engine"
-                engine = ProcessGroupTransport(transport.group, links.device, links.ledger, way, in_place=True)
+                engine = ProcessGroupTransport(
+                    transport.group, communicators.device, communicators.ledger, way, in_place=True
+                )
                 transports[name] = CopyEngineGathers(transport, engine, self.placed)
         places = Places(
             self.make,
-            links.ledger.gauge("symmetric memory"),
+            communicators.ledger.gauge("symmetric memory"),
             lambda nbytes: journal.warn("fallback", no_room(nbytes, "a test wants it")),
         )
-        links.ends.callback(places.close)
+        communicators.ends.callback(places.close)
         return places, Choice("a test wants it", least=1)
 
 

@@ -23,10 +23,12 @@ import torch
 from zeroweave.checkpoint import plain
 from zeroweave.checkpoint.export import Model
 from zeroweave.checkpoint.files import Part
-from zeroweave.checkpoint.inert import load
+from zeroweave.checkpoint.folder import Folder
 from zeroweave.checkpoint.manifest import NAMES
-from zeroweave.checkpoint.writer import Content
+from zeroweave.checkpoint.torch_save import load
+from zeroweave.checkpoint.writer import Content, Saving
 from zeroweave.errors import CheckpointError, EngineError
+from zeroweave.ranks.control import Control
 
 _OPTIMIZER: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _OWN: Final = frozenset(
@@ -35,11 +37,6 @@ _OWN: Final = frozenset(
     "ds_version checkpoint_parallel_dimensions sparse_tensor_module_names autotp_uc_info torch_rng_state".split()
 )
 """What DeepSpeed itself writes beside what a program hands in."""
-
-
-_LONGEST_TAG: Final = 4096
-_KEYS: Final = 64
-"""What an optimizer may keep of a parameter."""
 _NOT_OF_TORCH: Final = frozenset({"params", "step", "bias_correction"})
 """In groups of DeepSpeed's `FusedAdam` and `DeepSpeedCPUAdam`, whose states are those of `Adam` and `AdamW`."""
 
@@ -66,6 +63,14 @@ class _Source(NamedTuple):
         return flat[:numel].view(self.shape)
 
 
+def convert(source: Path, folder: Path, optimizer: str) -> str:
+    """Makes a checkpoint in `folder`, whose optimizer is of the class `optimizer`; what was done, in words."""
+    found, alone = read(source, optimizer), Control()
+    Saving(Folder(folder), found.tag, found.step, found.stage, lambda: found.content, alone, None).finish()
+    left_out = f", without {', '.join(found.left_out)}" if found.left_out else ""
+    return f"wrote the checkpoint {found.tag} of {source} to {folder}{left_out}"
+
+
 def read(path: Path, kind: str) -> Imported:
     """The checkpoint in `path`, or the latest there. `kind`: the class of its optimizer, which it does not tell.
 
@@ -83,8 +88,7 @@ def read(path: Path, kind: str) -> Imported:
 
 def _read(path: Path, kind: str) -> Imported:
     if (latest := path / "latest").is_file():
-        with latest.open() as file:
-            tag = file.read(_LONGEST_TAG).strip()
+        tag = latest.read_text().strip()
         if tag in ("", ".", "..") or Path(tag).name != tag:
             raise CheckpointError(f"[ZW608] {latest} names {tag!r}, which is no folder beside it")
         path = path / tag
@@ -242,10 +246,6 @@ def _walk(
 
 def _split(held: Mapping[str, Any], masters: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """What there is of each element, by name with a place for the parameter's, and of all of them together."""
-    if len(held) > _KEYS:
-        raise CheckpointError(
-            f"[ZW608] its optimizer keeps {len(held)} values of a parameter, and {_KEYS} at most are known"
-        )
     flats, single = {"param/{}": masters}, {}
     for key, value in held.items():
         if isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() >= masters.numel():

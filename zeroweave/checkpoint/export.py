@@ -16,8 +16,8 @@ from zeroweave.checkpoint import plain
 from zeroweave.checkpoint.files import FileWriter, Part
 from zeroweave.checkpoint.folder import sync, write_file
 from zeroweave.checkpoint.manifest import DTYPES, Strict
-from zeroweave.checkpoint.partial import Partial
 from zeroweave.checkpoint.reader import Reader
+from zeroweave.checkpoint.staging import StagingFolder
 from zeroweave.comm import rounding
 from zeroweave.errors import CheckpointError
 from zeroweave.parameters.weights import INDEX
@@ -56,7 +56,7 @@ def export(
         raise CheckpointError(f"[ZW610] {path} is there already: export to a new folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as after:
-        made = Partial(path)
+        made = StagingFolder(path)
         after.callback(made.discard)
         files = _files(parts, shard_bytes)
         contents = iter(tensors)

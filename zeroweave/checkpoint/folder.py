@@ -3,7 +3,7 @@
     DIR/latest                       {"tag":"step-00000200","manifest":"<its checksum>"}
     DIR/step-00000200/manifest.json  see `manifest`
     DIR/step-00000200/rank-00000.safetensors …
-    DIR/.step-00000300.4f1c….partial what is being written, see `partial`
+    DIR/.step-00000300.4f1c….partial what is being written, see `staging`
 
 A checkpoint is written beside its place and renamed when all of it is on the disk, `latest` after that. So whatever is
 there under a tag is whole, and a run that dies at any moment leaves what was there before.
@@ -21,7 +21,7 @@ from typing import Final
 from zeroweave.checkpoint import manifest as manifests
 from zeroweave.checkpoint.files import naming, open_file
 from zeroweave.checkpoint.manifest import Manifest
-from zeroweave.checkpoint.partial import Partial, remove, sweep
+from zeroweave.checkpoint.staging import StagingFolder, remove, sweep
 from zeroweave.errors import CheckpointError
 from zeroweave.notices import warn
 
@@ -45,7 +45,7 @@ class Folder:
         self.path = Path(path)
 
     # ------------------------------------------------------------------ writing
-    def begin(self, tag: str, anew: bool = False) -> Partial:
+    def begin(self, tag: str, anew: bool = False) -> StagingFolder:
         """A new folder for the files of a checkpoint that is to have this tag, which must be free.
 
         `anew`: where it is taken it becomes one like it. A run that goes on from an older checkpoint comes to the same
@@ -61,7 +61,7 @@ class Folder:
             state = "has a checkpoint {!r} already"
             if not os.path.lexists(place):
                 try:
-                    partial = Partial(place, claims=True)
+                    partial = StagingFolder(place, claims=True)
                 except FileExistsError:
                     state = "is being given a checkpoint {!r} by another saver"
                 else:
@@ -72,7 +72,7 @@ class Folder:
                 raise CheckpointError(f"[ZW604] {self.path} {state.format(tag)}: choose another tag, or remove it")
         raise AssertionError
 
-    def publish(self, partial: Partial, manifest: Manifest) -> None:
+    def publish(self, partial: StagingFolder, manifest: Manifest) -> None:
         """Gives what lies in `partial` its tag, and makes it the latest.
 
         CheckpointError or OSError where that fails; then nothing has the tag, unless the disk fails at the very end.
@@ -117,7 +117,7 @@ class Folder:
     # ------------------------------------------------------------------ reading
     @property
     def empty(self) -> bool:
-        """Has nothing been saved here?"""
+        """True if nothing has been saved here."""
         return not (self.tags() or os.path.lexists(self.path / LATEST))
 
     def tags(self) -> list[str]:
@@ -168,7 +168,7 @@ class Folder:
         return step if found == tag else None
 
     def _is_intact(self, tag: str) -> bool:
-        """Has its manifest the bytes that were written?"""
+        """True if its manifest has the bytes that were written."""
         try:
             manifests.check_bytes(self._manifest_bytes(tag))
         except CheckpointError:
@@ -176,7 +176,7 @@ class Folder:
         return True
 
     def _is_of(self, tag: str, step: int) -> bool:
-        """Can it be read, and is it of this step?"""
+        """True if it can be read and is of this step."""
         try:
             return self.manifest(tag).step == step
         except CheckpointError:

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticSerializationError
 
-from zeroweave.errors import CheckpointError
+from zeroweave.errors import CheckpointError, first_problem
 
 NAME: Final = "manifest.json"
 LARGEST: Final = 1 << 30
@@ -195,8 +195,7 @@ def reason(error: ValidationError) -> str:
     """What is wrong, in few words, however much is."""
     if error.error_count() > _SHOWN:
         return f"{error.error_count()} of its entries are wrong"
-    first = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return first_problem(error)
 
 
 def _check(manifest: Manifest) -> None:

@@ -28,7 +28,7 @@ def located(path: Path) -> tuple[Folder, str | None]:
 
 
 def _is_one(path: Path) -> bool:
-    """Is it a checkpoint, if only a broken one?"""
+    """True for a checkpoint, also a broken one."""
     return (path / manifests.NAME).exists() or any(path.glob("rank-*.safetensors"))
 
 

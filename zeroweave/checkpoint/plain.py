@@ -101,7 +101,7 @@ def encode(value: Any, where: str, stored: Stored | None = None, levels: int = _
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Has it elements, one behind the other, of a dtype that has a name?"""
+    """True if its elements lie one behind the other and its dtype has a name."""
     return tensor.dtype in NAMES and tensor.layout == torch.strided and not tensor.is_meta
 
 
@@ -141,7 +141,7 @@ def _decode(value: Any, take: _Take) -> Any:
 
 
 def _is_text(value: str) -> bool:
-    """Is it Unicode? File names that are not come with surrogates."""
+    """True for Unicode. File names that are none come with surrogates."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -15,7 +15,7 @@ import torch
 from zeroweave.checkpoint.files import FileWriter, Part
 from zeroweave.checkpoint.folder import Folder
 from zeroweave.checkpoint.manifest import NAMES, Entry, File, Manifest, Piece
-from zeroweave.checkpoint.partial import Partial
+from zeroweave.checkpoint.staging import StagingFolder
 from zeroweave.errors import CheckpointError, EngineError
 from zeroweave.notices import warn
 from zeroweave.ranks.control import Control
@@ -108,7 +108,7 @@ class Saving:
 
     @property
     def failed(self) -> bool:
-        """Has something gone wrong on this rank?"""
+        """True if something has gone wrong on this rank."""
         return bool(self._mine.failure or self._published.failure)
 
     def finish(self) -> None:
@@ -226,7 +226,7 @@ class Saving:
             warn(f"old checkpoints in {self._folder.path} were not removed: {words(error)}", rank=0)
 
 
-def _begin(folder: Folder, tag: str, anew: bool) -> tuple[Partial | None, str]:
+def _begin(folder: Folder, tag: str, anew: bool) -> tuple[StagingFolder | None, str]:
     """The new folder; or why there is none, in words."""
     try:
         return folder.begin(tag, anew), ""

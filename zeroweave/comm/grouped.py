@@ -8,13 +8,15 @@ import torch
 
 from zeroweave.comm.around import Around
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
-from zeroweave.layout import WORLD, BucketLayout
+from zeroweave.layout import ACROSS, INSIDE, WORLD, BucketLayout
 
 
 class Grouped(Around):
     """Hands each collective to the transport of its layout's sharding group, in the order in which they are asked for.
 
-    `transports`: by the group's name; that of "world" has all ranks, and whatever belongs to no group.
+    `transports`: by the group's name; that of "world" has all ranks, and whatever belongs to no group. A replicated
+    flat is gathered across replicas first, then inside. Its reductions are issued one by one, by whoever adds up
+    between them.
     """
 
     def __init__(self, transports: Mapping[str, Transport]) -> None:
@@ -22,7 +24,11 @@ class Grouped(Around):
         self._transports = transports
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        return self._transports[layout.group].all_gather(flat, shard, layout)
+        if layout.replicas == 1:
+            return self._transports[layout.group].all_gather(flat, shard, layout)
+        near = torch.empty(layout.across.numel, dtype=flat.dtype, device=flat.device)
+        self._transports[ACROSS].all_gather(near, shard, layout.across).wait()
+        return self._transports[INSIDE].all_gather(flat, near, layout.inside)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         return self._transports[layout.group].reduce_scatter(out, parts, layout, op)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import xxhash
 
 from zeroweave.comm.gauge import Gauge
-from zeroweave.layout import WORLD
+from zeroweave.layout import ACROSS, WORLD
 from zeroweave.ranks.differ import Issued
 
 _REMEMBERED = 4096
@@ -127,13 +127,14 @@ class Ledger:
     ) -> None:
         """Notes one collective when it is issued.
 
-        `payload`: bytes of the full flat, padding included; see `Traffic`. `group`: the sharding group's name,
-        `world`: its ranks (None: all). This rank, and which of the groups of that name it is in, are no part of the
-        hash.
+        `payload`: bytes of the full flat, padding included; see `Traffic`. `group`: the sharding group's name, `world`:
+        its ranks (None: all); what goes across replicas is a kind of its own. This rank, and which of the groups of
+        that name it is in, are no part of the hash.
         """
         each = Collective(kind, bucket, dtype, payload, group, self.world if world is None else world)
         words, wire = _hashed(each)
-        moved = self._moved.get(kind) or self._moved.setdefault(kind, [0, 0, 0])
+        kind_of = f"{kind} across" if group == ACROSS else kind
+        moved = self._moved.get(kind_of) or self._moved.setdefault(kind_of, [0, 0, 0])
         moved[0] += 1
         moved[1] += payload
         moved[2] += wire

@@ -221,6 +221,8 @@ class ProcessGroupTransport:
 
     def _prepare(self, flat: torch.Tensor, op: ReduceOp) -> dist.ReduceOp.RedOpType:
         """Makes a flat ready for a reduction; returns what the collective has to do."""
+        if self._divisor == 1:
+            return dist.ReduceOp.SUM
         if op == "average":
             if self._divisor != self.world:
                 flat.div_(self._divisor / self.world)
@@ -339,19 +341,21 @@ def _backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
 
 
 def own_group(
-    group: dist.ProcessGroup | None, control: Control, timeout: timedelta, groups: int = 1
+    group: dist.ProcessGroup | None, control: Control, timeout: timedelta, groups: int = 1, consecutive: bool = False
 ) -> dist.ProcessGroup | None:
     """A new communicator over the ranks of `group` (None: all), those of `control`, which tells them its name.
 
     `timeout`: of its collectives. With `groups`, that many of them: each rank's is the one of its number, see
-    `layout`. None where that is a group of one rank. Collective over the ranks of `group`; others need not take part.
-    `end_process_group` ends it, before the control group is closed.
+    `layout`, which also says what `consecutive` means. None where that is a group of one rank. Collective over the
+    ranks of `group`; others need not take part. `end_process_group` ends it, before the control group is closed.
     """
     if control.rendezvous is None or control.world == groups:
         return None
-    number, name = control.rank % groups, control.broadcast_object(f"zeroweave {uuid.uuid4()}")
-    ranks = dist.get_process_group_ranks(group)[number::groups]
-    place = f"collectives of {groups}.{number}"
+    size, name = control.world // groups, control.broadcast_object(f"zeroweave {uuid.uuid4()}")
+    number = control.rank // size if consecutive else control.rank % groups
+    ranks = dist.get_process_group_ranks(group)
+    ranks = ranks[number * size :][:size] if consecutive else ranks[number::groups]
+    place = f"collectives of {groups}.{number}" + ", consecutive" * consecutive
     with control.rendezvous.store(place) as store:
         own = new_process_group(ranks, _backends_of(group)[device_of(group).type], store, f"{name}.{number}", timeout)
     control.barrier("the start of the collectives")  # a rank that meets the others there still needs the store

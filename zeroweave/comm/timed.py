@@ -11,7 +11,7 @@ import torch
 from zeroweave.comm.around import Around
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
-from zeroweave.layout import BucketLayout
+from zeroweave.layout import ACROSS, BucketLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,10 @@ class Timing:
 
 
 class Timed(Around):
-    """A transport that hands everything on to `inner` and notes gathers and reduce-scatters in `log`, as they come."""
+    """A transport that hands everything on to `inner` and notes gathers and reduce-scatters in `log`, as they come.
+
+    Those across replicas are not noted: they belong to no `Unshard` and no `Reduce`.
+    """
 
     def __init__(self, inner: Transport, clock: Clock, log: list[Timing]) -> None:
         super().__init__(inner)
@@ -46,9 +49,13 @@ class Timed(Around):
             self._begun = None
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
+        if layout.group == ACROSS:
+            return self._inner.all_gather(flat, shard, layout)
         issued = self._clock.mark() if self._begun is None else self._begun
         return self._note("all_gather", layout.id, issued, self._inner.all_gather(flat, shard, layout))
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        if layout.group == ACROSS:
+            return self._inner.reduce_scatter(out, parts, layout, op)
         issued = self._clock.mark()
         return self._note("reduce_scatter", layout.id, issued, self._inner.reduce_scatter(out, parts, layout, op))

@@ -51,6 +51,9 @@ class Config(_Explained):
     on_nonfinite: Literal["skip", "raise"] | None = None
     """Gradients that are infinite or NaN: skip the step, or raise; None: skip where losses are scaled, else no look."""
 
+    loss: Literal["chunked"] | None = None
+    """"chunked": cross-entropy of a language model in chunks of tokens, without whole logits; None: all at once."""
+
     gather_after_step: bool = False
     """Stages 1 and 2: gather the new parameters inside `step()`, for code that reads them in between."""
 

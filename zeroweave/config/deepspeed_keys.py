@@ -50,6 +50,8 @@ def _number(value: Any) -> Any:
 
 _Whole = Annotated[int, Field(ge=0, lt=2**56), BeforeValidator(_number)]
 _Count = Annotated[int, Field(ge=1, lt=2**56), BeforeValidator(_number)]
+_Group = Annotated[int | None, AfterValidator(lambda given: given if given and given > 1 else None)]
+"""Ranks of a sharding group; -1, 0 and 1 ask for none."""
 _Power = Annotated[int, Field(ge=0, le=127), BeforeValidator(_number)]
 _Number = Annotated[float, Field(ge=0, lt=2**56), BeforeValidator(_number)]
 _Device = Literal["none", "cpu"]
@@ -91,6 +93,8 @@ MAPPED: Final = {
     f"{_ZERO}reduce_bucket_size": Mapped("", _Count),
     f"{_ZERO}allgather_bucket_size": Mapped("", _Count),
     f"{_ZERO}overlap_comm": Mapped("reduce.depth", _when(False, 1)),
+    f"{_ZERO}zero_hpz_partition_size": Mapped("sharding.group_size", _Group),
+    f"{_ZERO}mics_shard_size": Mapped("sharding.group_size", _Group),
     f"{_ZERO}stage3_prefetch_bucket_size": Mapped(
         "compile.prefetch", Annotated[_Whole, AfterValidator(lambda elements: None if elements else 0)]
     ),
@@ -146,7 +150,6 @@ _BUILT = (
 )
 _PRECISION = "masters and optimizer states are float32"
 _DEVICE = 'write {"device": "cpu"} there'
-_ALL_RANKS = "parameters are sharded over all ranks"
 _QUANTIZED = "nothing is quantized"
 _8_BITS = "nothing is computed in 8 bits: use bf16"
 _LOADER = "the data loader is yours"
@@ -183,9 +186,7 @@ REFUSED: Final = {
     f"{_ZERO}cpu_offload": Refused(f"offload_optimizer: {_DEVICE}"),
     f"{_ZERO}cpu_offload_param": Refused(f"offload_param: {_DEVICE}"),
     f"{_ZERO}cpu_offload_use_pin_memory": Refused("write offload_optimizer and offload_param"),
-    f"{_ZERO}zero_hpz_partition_size": Refused(_ALL_RANKS, _ONE),
-    f"{_ZERO}mics_shard_size": Refused(_ALL_RANKS, (-1, False, None, 0)),
-    f"{_ZERO}mics_hierarchical_params_gather": Refused(_ALL_RANKS),
+    f"{_ZERO}mics_hierarchical_params_gather": Refused("parameters are gathered inside groups of mics_shard_size"),
     f"{_ZERO}zero_quantized_weights": Refused(_QUANTIZED),
     f"{_ZERO}zero_quantized_nontrainable_weights": Refused(_QUANTIZED),
     f"{_ZERO}zero_quantized_gradients": Refused(_QUANTIZED),

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Final
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-
-_GONE: Final = {"transport.reductions": "gradients are always reduced as with 'kernel'"}
-"""Keys of earlier versions, and what holds instead."""
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -38,8 +34,6 @@ def wrong(key: str, error: ValidationError) -> str:
 def _explain_one(key: str, details: list[ErrorDetails], known: tuple[str, ...]) -> str:
     """pydantic has one error for each branch of a union; the first has the whole value."""
     first = details[0]
-    if key in _GONE:
-        return f"[ZW102] {key} is gone from the config: {_GONE[key]}; leave it out"
     if first["type"] == "extra_forbidden":
         return f"[ZW102] unknown key {key!r} in the config; {_suggestion(key, known)}"
     if first["type"] == "missing":

@@ -6,8 +6,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from zeroweave.notices import warn
-
 _Scale = Annotated[float, Field(gt=0)]
 _DYNAMIC = frozenset({"initial_loss_scale", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale"})
 """Keys of `precision` that mean something for a dynamic loss scale only."""
@@ -110,14 +108,6 @@ class ReduceConfig(Section):
     op: Literal["average", "predivide"] = "average"
     """"average": the backend's average; "predivide": divide by the world, then sum."""
 
-    @field_validator("op", mode="before")
-    @classmethod
-    def _op_by_its_name(cls, op: object) -> object:
-        if op == "presum":
-            warn("reduce.op 'presum' is called 'predivide': write that")
-            return "predivide"
-        return op
-
 
 class CompileConfig(Section):
     """What is compiled and how."""
@@ -177,6 +167,14 @@ class TransportConfig(Section):
 
 class ShardingConfig(Section):
     """How parameters are sharded."""
+
+    group_size: Annotated[int, Field(ge=1)] | None = None
+    """Ranks that gather parameters together, normally those of one node; a divisor of all ranks. None: all ranks.
+
+    Parameters are sharded over groups of so many consecutive ranks and replicated across groups. Optimizer states are
+    sharded over all ranks. Between groups each step sends two parts of the model, whatever the micro-steps: gradients
+    before the update, and parameters after it. A rank keeps model / group_size in the dtype of the computation, and as
+    much for gradients."""
 
     optional: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Stage 3: patterns of the names of modules (fnmatch) that some ranks may leave out of a forward.

@@ -10,7 +10,6 @@ from zeroweave.config import RuntimeConfig as RuntimeConfig
 from zeroweave.dc.default import cleanup as cleanup
 from zeroweave.dc.default import init as init
 from zeroweave.dc.default import of_default
-from zeroweave.dc.operators import add_free_tensors as add_free_tensors
 from zeroweave.dc.operators import allgather_param as allgather_param
 from zeroweave.dc.operators import end_backward as end_backward
 from zeroweave.dc.operators import free_tensors as free_tensors

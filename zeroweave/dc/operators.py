@@ -17,13 +17,11 @@ The mark cannot say that communication reads and writes memory later than the op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch import fx
 
-from zeroweave._torch.fx import operator_schema
 from zeroweave._torch.inductor import inductor_reads_first
 from zeroweave.dc.default import as_function, free_threshold
 from zeroweave.dc.runtime import Runtime, runtime_of
@@ -157,48 +155,3 @@ def inductor_options() -> dict[str, Any]:
         # Its key does not know the shapes that are registered with the runtime. Compiled kernels are still cached.
         "fx_graph_cache": False,
     }
-
-
-def add_free_tensors(
-    graph: fx.Graph, tensors: Iterable[fx.Node] | None = None, threshold: int | None = None
-) -> list[fx.Node]:
-    """Frees placeholders of a graph after their last use; returns those. `graph` is changed, not recompiled.
-
-    `tensors`: the placeholders to look at, all by default; nodes carry their values in `meta["val"]`. Left out are
-    those of at most `threshold` elements (None: the default runtime's), those that nobody uses, and whatever an output
-    of the graph may alias.
-    """
-    threshold = free_threshold() if threshold is None else threshold
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    bases = _bases(graph)
-    returned = {base for node in graph.output_node().all_input_nodes for base in bases[node]}
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        for argument in node.all_input_nodes:
-            last.update(dict.fromkeys(bases[argument], node))
-    freed = []
-    for node in graph.find_nodes(op="placeholder") if tensors is None else tensors:
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or node in returned or node not in last:
-            continue
-        if isinstance(numel := value.numel(), int) and numel <= threshold:
-            continue
-        freed.append(node)
-    for node in sorted(freed, key=lambda node: order[last[node]]):
-        with graph.inserting_after(last[node]):
-            graph.call_function(torch.ops.zeroweave.free_tensors.default, ([node],))
-    return freed
-
-
-def _bases(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
-    """For each node, the placeholders whose storage its value may share."""
-    bases: dict[fx.Node, frozenset[fx.Node]] = {}
-    for node in graph.nodes:
-        schema = operator_schema(node.target)
-        if node.op == "placeholder":
-            bases[node] = frozenset([node])
-        elif schema is not None and all(value.alias_info is None for value in schema.returns):
-            bases[node] = frozenset()
-        else:
-            bases[node] = frozenset().union(*(bases[argument] for argument in node.all_input_nodes))
-    return bases

@@ -12,14 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,14 +25,12 @@ from zeroweave.comm.process_group import device_of
 from zeroweave.demo.model import Llama
 from zeroweave.demo.text import Text
 from zeroweave.ranks.start import start_process_group
-from zeroweave.report.tables import chart, size, table
+from zeroweave.report.tables import size, table
 
 LEARNING_RATE = 2e-3
 DIFFERENCE: Final = 1e-5
 """The most by which a gradient may differ from DDP's, as a share of its norm."""
 _COMPARED_STEPS: Final = 3
-_TIMED_STEPS: Final = 5
-_SAVED_EVERY: Final = 20
 _DEADLINE_SECONDS: Final = 600.0
 _LAST: Final = 10
 """The final loss is the mean of so many steps, because one batch is noisy."""
@@ -47,15 +42,12 @@ Tensors = Mapping[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Settings:
-    """The command's options; see `zeroweave.cli.demo`. `json`: a file for the figures. `save`: a checkpoint folder."""
+    """The command's options; see `zeroweave.cli.demo`."""
 
     stage: int
     steps: int
     lower: str
     eager: bool
-    profile: bool
-    json: str | None
-    save: str | None
 
 
 @dataclass(frozen=True)
@@ -140,60 +132,16 @@ class Demo:
         self.say("\n".join(["", *table(head, rows), ""]))
         return {"stages_bit_equal": equal, "grad_rel_diff_vs_ddp": worst}
 
-    def train(self, engine: zw.Engine, before: list[float]) -> list[float]:
-        """The losses of all steps, averaged over the ranks. `before`: those of an earlier run of this folder."""
-        steps, folder = self.settings.steps, self.settings.save
-        losses: list[Tensor] = []
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        console = Console(stderr=True)
-        every = None if console.is_terminal else max(1, steps // 10)  # without a terminal a bar is one line, at the end
-        hidden = self.rank > 0 or every is not None
-        with Progress(*columns, TextColumn("loss {task.fields[loss]}"), console=console, disable=hidden) as bar:
-            task = bar.add_task("training", total=steps, completed=len(before), loss="")
-            for k in range(len(before), steps):
-                losses.append(engine.train_step(self.text.step(k)))
-                bar.update(task, advance=1, loss=f"{float(losses[-1]):.3f}")
-                if every and (k + 1) % every == 0:
-                    self.say(f"- step {k + 1} of {steps}, loss {float(losses[-1]):.3f}")
-                if folder and (k + 1) % _SAVED_EVERY == 0 and k + 1 < steps:  # the report needs one more step
-                    engine.save(folder, client_state={"losses": before + self.means(losses)})
-        return before + self.means(losses)
-
-    def means(self, losses: list[Tensor]) -> list[float]:
-        """Averaged over the ranks."""
+    def train(self, engine: zw.Engine) -> list[float]:
+        """The losses of all steps, averaged over the ranks."""
+        steps, losses = self.settings.steps, list[Tensor]()
+        for k in range(steps):
+            losses.append(engine.train_step(self.text.step(k)))
+            if (k + 1) % max(1, steps // 10) == 0:
+                self.say(f"- step {k + 1} of {steps}, loss {float(losses[-1]):.3f}")
         mean = torch.stack(losses).float()
         dist.all_reduce(mean)
         return [float(loss) for loss in mean / self.world]
-
-    def resume(self, engine: zw.Engine) -> list[float]:
-        """The losses up to the latest checkpoint, which is loaded; none without one."""
-        folder = self.settings.save
-        losses: list[float] = engine.load(folder, missing_ok=True).get("losses", []) if folder else []
-        if losses:
-            self.say(f"going on behind step {len(losses)}, from {folder}")
-        if len(losses) >= self.settings.steps:
-            raise SystemExit(f"{folder} has {len(losses)} steps already: ask for more with --steps")
-        return losses
-
-    def step_seconds(self, engine: zw.Engine) -> float:
-        """The median time of some steps, after one that is not timed, on the slowest rank."""
-        times = []
-        for k in range(1 + _TIMED_STEPS):
-            begin = time.perf_counter()
-            engine.train_step(self.text.step(k))
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            times.append(time.perf_counter() - begin)
-        return max(self.gather(median(times[1:])))
-
-    def profile(self, engine: zw.Engine) -> dict[str, float]:
-        """Print the times of a step with communication and without. The same as figures."""
-        ordinary = self.step_seconds(engine)
-        with engine.profiling():
-            alone = self.step_seconds(engine)
-        share = f"{alone / ordinary:.0%}"
-        self.say(f"a step takes {1e3 * ordinary:.1f} ms, without communication {1e3 * alone:.1f} ms ({share})\n")
-        return {"seconds_step": round(ordinary, 5), "seconds_step_without_communication": round(alone, 5)}
 
     def run(self) -> dict[str, Any]:
         """The figures, once everything is printed."""
@@ -203,9 +151,8 @@ class Demo:
         compared = self.compare()
         with self.engine(settings.stage) as engine:
             start = time.perf_counter()
-            before = self.resume(engine)
-            self.say(f"training: {settings.steps - len(before)} steps")
-            losses = self.train(engine, before)
+            self.say(f"training: {settings.steps} steps")
+            losses = self.train(engine)
             training = time.perf_counter() - start
             engine.reschedule()  # the next step follows its schedule to the end
             engine.train_step(self.text.step(settings.steps))
@@ -213,13 +160,12 @@ class Demo:
             assert schedule is not None  # recorded and agreed in the first step
             first, last, steps = losses[0], fmean(losses[-_LAST:]), len(losses)
             parameters = sum(slot.numel for bucket in engine.buckets for slot in bucket.slots)
-            milliseconds = 1e3 * training / (steps - len(before))
+            milliseconds = 1e3 * training / steps
             took = f"{training:.1f} s ({milliseconds:.0f} ms a step)"
             block = [f"  {line}" for line in schedule.of(_SHOWN)]
             lines = [
                 "",
                 f"loss {first:.2f} -> {last:.2f} in {steps} steps, {took}, {parameters:,} parameters",
-                *chart(losses),
                 "",
                 f"schedule of {_SHOWN} ({len(block)} lines of a step's {len(schedule.instructions)} instructions)",
                 *block,
@@ -244,7 +190,6 @@ class Demo:
                 "compiled_calls": stats.compiled_calls,
                 "eager_calls": stats.eager_calls,
                 "on_demand_unshards": stats.on_demand_unshards,
-                "profile": self.profile(engine) if settings.profile else None,
             }
         return {**figures, "seconds": round(time.perf_counter() - began, 2), "ok": not problems(figures)}
 
@@ -294,12 +239,9 @@ def main() -> None:
     dist.destroy_process_group()
     failed = problems(figures)
     if rank == 0:
-        line = json.dumps(figures)
-        if settings.json:
-            Path(settings.json).write_text(line + "\n")
         for problem in failed:
             print(f"FAILED: {problem}", flush=True)
-        print(line, flush=True)
+        print(json.dumps(figures), flush=True)
     if failed:
         raise SystemExit(1)
 

@@ -66,8 +66,9 @@ class ModuleCall:
         self._runs_compiled = False
         """does the last call that was no recomputation?"""
 
-    def install(self) -> None:
-        self.module._compiled_call_impl = self
+    def install(self, instead: Callable[..., Any] | None = None) -> None:
+        """`instead`: what stands in this call's place."""
+        self.module._compiled_call_impl = instead or self
 
     def remove(self) -> None:
         self.module._compiled_call_impl = None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 
 from zeroweave._triton import kernels
@@ -26,27 +28,26 @@ from zeroweave.compile.regions import matching
 from zeroweave.config import Config
 from zeroweave.eager.access import Access
 from zeroweave.eager.hooks import hook_gradients
-from zeroweave.eager.shown import Shown
+from zeroweave.eager.parameter_visibility import ParameterVisibility
 from zeroweave.engine import Engine
+from zeroweave.engine.after_step import AfterStep
 from zeroweave.engine.agreements import Agreements
-from zeroweave.engine.asked import Asked, OptimizerLike, asked_for
+from zeroweave.engine.arguments import Arguments, OptimizerLike, checked_arguments
 from zeroweave.engine.calls import Calls
 from zeroweave.engine.checkpoints.checkpoints import Checkpoints
-from zeroweave.engine.followers import Followers
+from zeroweave.engine.context import EngineContext
 from zeroweave.engine.guard import Guard, Progress
 from zeroweave.engine.headroom import SHORT, Headroom, ranks_beside
-from zeroweave.engine.logs.asked import is_asked_for, sinks_of
-from zeroweave.engine.logs.log import Log
+from zeroweave.engine.logs.log import Log, is_asked_for, sinks_of
 from zeroweave.engine.logs.sinks import Sink
 from zeroweave.engine.model import agree_on, fill, share_buffers, specs_of
-from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.parameter_access import ParameterAccess
 from zeroweave.engine.samples import Samples
 from zeroweave.engine.scheduler import Scheduler
-from zeroweave.engine.settings import facts_of, policy_of, settings_of
+from zeroweave.engine.settings import facts_of, policy_of, replicas_of, settings_of, sharded_as
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
-from zeroweave.engine.values import Values
-from zeroweave.engine.ways import Links, gather_by
+from zeroweave.engine.transports import Communicators, gather_by
 from zeroweave.engine.window import Window
 from zeroweave.errors import ConfigError, EngineError, ParameterError
 from zeroweave.experts import groups_of
@@ -63,7 +64,7 @@ from zeroweave.optim.state_dict import StateDicts, weak
 from zeroweave.optim.states import States, agree, take
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.parameters.foreign import foreign_parameters, move, own_parameters
-from zeroweave.parameters.places import rest
+from zeroweave.parameters.module_parameters import rest
 from zeroweave.parameters.stub import StubStatus
 from zeroweave.parameters.weights import WeightsLike
 from zeroweave.ranks.alarm import Alarm
@@ -87,6 +88,7 @@ def initialize(
     lr_scheduler: SchedulerLike | Callable[[torch.optim.Optimizer], SchedulerLike] | None = None,
     process_group: dist.ProcessGroup | None = None,
     weights: WeightsLike | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Engine:
     """Shards `model` and its optimizer over the ranks of `process_group` and returns the engine.
 
@@ -110,11 +112,13 @@ def initialize(
     was made under `with torch.device("meta"):` is never whole anywhere. Without `weights` its modules initialise
     themselves, on rank 0, as `reset_parameters` has it.
 
+    `mesh`: of all ranks, with dimensions ("replicate", "shard"); the size of the latter is `sharding.group_size`.
+
     Raises ConfigError for a wrong config and ParameterError or EngineError for a model or an optimizer
     that is refused; nothing has been changed then.
     """
     try:
-        asked: Asked | Exception = asked_for(model, optimizer, config, lr_scheduler, weights)
+        asked: Arguments | Exception = checked_arguments(model, optimizer, config, lr_scheduler, weights)
     except Exception as error:
         asked = error  # raised when the ranks have met: the others may not have it, and must not wait for this one
     settings = Config() if isinstance(asked, Exception) else asked.settings
@@ -134,6 +138,9 @@ def initialize(
         with guard("initialize"):
             if isinstance(asked, Exception):
                 raise asked
+            if mesh is not None:
+                ranks = [0] if group is None else dist.get_process_group_ranks(group)
+                asked = replace(asked, settings=sharded_as(asked.settings, mesh, ranks))
             return _assemble(model, asked, group, device, control, guard, ends)
     except BaseException:
         ends.close()
@@ -142,7 +149,7 @@ def initialize(
 
 def _assemble(
     model: nn.Module,
-    asked: Asked,
+    asked: Arguments,
     group: dist.ProcessGroup | None,
     device: torch.device,
     control: Control,
@@ -162,8 +169,8 @@ def _assemble(
     told = agree(control, optimizer, named, asked.whole)
     if optimizer is not None and (left := in_no_group(optimizer, named)):
         warn(left, control.rank)
-    groups = groups_of(settings.experts, control.world)
-    layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups)
+    groups, replicas = groups_of(settings.experts, control.world), replicas_of(settings, control.world)
+    layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups, replicas)
     has = set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
     outside = [m for _, m in matching(model, settings.sharding.optional, "sharding.optional")]
     optional = {id(p) for module in outside for p in module.parameters()}
@@ -178,12 +185,12 @@ def _assemble(
         raise ConfigError(f"[ZW106] compile.{error}") from None
     ledger.names.update((b.id, b.name) for b in layouts)
     journal = Journal(control.rank)
-    links = Links(group, control, device, ledger, groups, ends)
-    transports = links.transports()
+    communicators = Communicators(group, control, device, ledger, groups, ends, replicas)
+    transports = communicators.transports()
     gathered_in, choice = Places(), Choice("nothing is trained, and so no schedule says where")
     if optimizer is not None:
-        gathered_in, choice = gather_by(settings.transport.gathers, transports, links, layouts, journal)
-    meeting = fenced(Grouped(transports) if groups else transports[WORLD], device, settings.debug)
+        gathered_in, choice = gather_by(settings.transport.gathers, transports, communicators, layouts, journal)
+    meeting = fenced(Grouped(transports) if len(transports) > 1 else transports[WORLD], device, settings.debug)
     ways_differ = ledger.gathers_on_entry and device.type == "cpu" and control.world > 1
     paired = partial(Paired, control=control, ledger=ledger) if ways_differ else None
     transport = Wire(meeting, device, paired=paired)
@@ -215,7 +222,7 @@ def _assemble(
     slot_of = {id(p): place[name] for name, p in named.items()}
     del named
     stubs, notes = StubStatus(), Notes[Any]((*NUMBERS, SHORT))
-    places = rest(model, stubs, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
+    module_parameters = rest(model, stubs, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
     sharded = None
     if optimizer is not None:
         whole = Whole(asked.whole, transport, control) if asked.whole else None
@@ -224,7 +231,7 @@ def _assemble(
             optimizer, buckets, slot_of, runtime.transfers, states, moments_off, whole, fast, compact
         )
         states.clear()
-    parts = EngineParts(
+    parts = EngineContext(
         model=model,
         config=settings,
         runtime=runtime,
@@ -234,7 +241,7 @@ def _assemble(
         guard=guard,
         journal=journal,
         agreements=Agreements(control, transport, guard.alarm, guard.progress, notes),
-        places=places,
+        module_parameters=module_parameters,
         stubs=stubs,
         optimizer=sharded,
         original_dtypes=original,
@@ -262,16 +269,16 @@ def _refuse_experts(layouts: Iterable[BucketLayout], whole: Set[str]) -> None:
 
 
 def _compose(
-    parts: EngineParts, facts: Facts, lr_scheduler: Any, signals: Signals, faults: Faults, sinks: Sequence[Sink]
+    parts: EngineContext, facts: Facts, lr_scheduler: Any, signals: Signals, faults: Faults, sinks: Sequence[Sink]
 ) -> Engine:
     """The engine, of objects that each know those before them."""
     settings, runtime = parts.config, parts.runtime
     sharing = ranks_beside(parts.control, parts.device)
     scheduler = Scheduler(parts, facts, Headroom(parts.transport, parts.agreements, sharing))
     access = Access(parts.model, runtime)
-    for handle in hook_gradients(runtime, parts.places.names):
+    for handle in hook_gradients(runtime, parts.module_parameters.names):
         parts.ends.callback(handle.remove)
-    shown = Shown(runtime, parts.places, access)
+    shown = ParameterVisibility(runtime, parts.module_parameters, access)
     parts.stubs.attach(shown.read)
     calls = Calls(
         parts.model,
@@ -294,10 +301,12 @@ def _compose(
         shown.open()
     updating = faults.before(scaler, "take", "update")
     step = OptimizerStep(parts, window, updating, scheduler, shown, _adaptive(parts), lr_scheduler)
-    values = Values(parts, window, scaler, shown)
+    values = ParameterAccess(parts, window, scaler, shown)
     checkpoints = Checkpoints(parts, window, step, scheduler, values, signals, faults)
     if parts.optimizer is not None:
-        served = StateDicts(parts.optimizer, parts.places.names, parts.transport, parts.control, checkpoints.alone)
+        served = StateDicts(
+            parts.optimizer, parts.module_parameters.names, parts.transport, parts.control, checkpoints.alone
+        )
         parts.ends.callback(served.close)
         serve(parts.optimizer.optimizer, parts.optimizer.groups, weak(values.optimizer_shown), parts.ends)
     if settings.checkpoint.save_on_signal is not None:
@@ -309,12 +318,12 @@ def _compose(
 
     samples = Samples.asked_for(parts, scheduler, step, stats)
     log = Log(parts, scheduler, step, sinks) if is_asked_for(settings) and parts.optimizer is not None else None
-    followers = Followers(parts.transport, checkpoints, log, samples)
+    followers = AfterStep(parts.transport, checkpoints, log, samples)
     running = faults.before(calls, "run", "forward")
     return Engine(parts, running, scheduler, window, step, values, checkpoints, followers, stats)
 
 
-def _adaptive(parts: EngineParts) -> Adaptive | None:
+def _adaptive(parts: EngineContext) -> Adaptive | None:
     """What decides where the optimizer's states live, if the config leaves that open."""
     budget = parts.config.offload.memory_budget
     if budget is None or parts.optimizer is None:

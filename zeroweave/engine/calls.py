@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -19,13 +19,17 @@ from zeroweave.compile.regions import call_modules, find_regions, region_key
 from zeroweave.compile.templates import Templates
 from zeroweave.config import Config
 from zeroweave.eager.access import Access
+from zeroweave.eager.chunked_loss import Head
 from zeroweave.eager.handles import SavedTensors
 from zeroweave.eager.hooks import Compiled, ModuleCall, own_outputs
-from zeroweave.eager.shown import Shown
+from zeroweave.eager.parameter_visibility import ParameterVisibility
 from zeroweave.errors import EngineError
 from zeroweave.notices import Journal, warn
 from zeroweave.parameters.foreign import own_parameters
 from zeroweave.runtime.runtime import Runtime
+
+Loss: TypeAlias = Callable[[Any, Any], torch.Tensor] | Literal["chunked"] | None
+"""See `Engine.train_step`."""
 
 _HOOKED: Final = (
     "hooks of its modules have come or gone since zeroweave.initialize, and compiled code has those that were there "
@@ -54,7 +58,7 @@ class Calls:
         runtime: Runtime,
         config: Config,
         access: Access,
-        shown: Shown,
+        shown: ParameterVisibility,
         device_type: str,
         rank: int,
         journal: Journal,
@@ -100,6 +104,9 @@ class Calls:
             self._calls.append(call(name, module, recurse=True, compiled=compiled))
         for made in self._calls:
             made.install()
+        self._chunked = config.loss == "chunked"
+        if self._chunked:
+            self._head()  # an error now rather than in the first step
 
     def _compiled(self, name: str, module: nn.Module, templates: Templates, dynamic: bool | None) -> Compiled:
         key = region_key(module)
@@ -154,6 +161,26 @@ class Calls:
         finally:
             self._shown.hide()
 
+    def _head(self) -> Head:
+        """EngineError for a model that has none of which the engine knows what it computes."""
+        found = getattr(self._model, "get_output_embeddings", lambda: None)()
+        eager = (call for call in self._calls if call.name in self.eager_modules)
+        call = next((call for call in eager if call.module is found), None)
+        kind = type(self._model).__name__
+        if call is None:
+            raise EngineError(
+                f"[ZW401] loss 'chunked': {kind}.get_output_embeddings() names no layer that runs by itself: let it "
+                "return the torch.nn.Linear that makes the logits, let compile.regions name blocks that do not have it "
+                "inside, or leave loss 'chunked' out"
+            )
+        return Head(call, kind)
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], chunked: bool = False) -> Any:
+        """Runs the model. `chunked`: as with the config's `loss` "chunked", its logits are never whole."""
+        chunked = (chunked or self._chunked) and torch.is_grad_enabled()
+        with self._head().waiting() if chunked else nullcontext():
+            return self.run(self._model, args, self._without_cache(dict(kwargs)))
+
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs the model, or a method that is marked as a forward, with floating tensors in `precision.params`."""
         if self._runtime.in_session:
@@ -181,7 +208,7 @@ class Calls:
         finally:
             self._compiling = before
 
-    def without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """`kwargs` with `use_cache=False` for a transformers model that would make a key-value cache.
 
         With a cache every layer reads its own index, and none shares its template with another. Whoever
@@ -217,15 +244,17 @@ def shapes_of(tree: Any) -> Hashable:
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor:
+def loss_of(output: Any, batch: Any, loss: Loss) -> torch.Tensor:
     """See `Engine.train_step`."""
-    if loss_fn is not None:
-        loss, giver = loss_fn(output, batch), "loss_fn"
+    if callable(loss):
+        found, giver = loss(output, batch), "loss"
+    elif loss in (None, "chunked"):
+        found, giver = output if isinstance(output, torch.Tensor) else output.loss, "the output's .loss"
     else:
-        loss, giver = output if isinstance(output, torch.Tensor) else output.loss, "the output's .loss"
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"[ZW401] train_step() needs a tensor as its loss; {giver} gave it something of {type(loss)}")
-    return loss
+        raise TypeError(f"[ZW401] loss={loss!r} in train_step(): pass a function of output and batch, or 'chunked'")
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(f"[ZW401] train_step() needs a tensor as its loss; {giver} gave it something of {type(found)}")
+    return found
 
 
 def arguments_of(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from zeroweave.comm.ledger import Ledger
-from zeroweave.engine.calls import Calls, arguments_of, loss_of
+from zeroweave.engine.after_step import AfterStep
+from zeroweave.engine.calls import Calls, Loss, arguments_of, loss_of
 from zeroweave.engine.checkpoints.checkpoints import Checkpoints, Plain, StrPath
-from zeroweave.engine.followers import Followers
-from zeroweave.engine.parts import EngineParts
-from zeroweave.engine.recording import Recording
+from zeroweave.engine.context import EngineContext
+from zeroweave.engine.parameter_access import ParameterAccess, tell_dropped
 from zeroweave.engine.scheduler import Plan, Scheduler
 from zeroweave.engine.settings import PlanChanges, Prefetch, changes_of
 from zeroweave.engine.snapshot import tried_out
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
+from zeroweave.engine.timing import Recording
 from zeroweave.engine.untraced import untraced
-from zeroweave.engine.values import Values, tell_dropped
 from zeroweave.engine.window import Window
 from zeroweave.layout import BucketLayout, Fragment
 from zeroweave.schedule import Instruction, Operations, Pass, Schedule
@@ -47,14 +47,14 @@ class Engine:
 
     def __init__(
         self,
-        parts: EngineParts,
+        parts: EngineContext,
         calls: Calls,
         scheduler: Scheduler,
         window: Window,
         step: OptimizerStep,
-        values: Values,
+        values: ParameterAccess,
         checkpoints: Checkpoints,
-        followers: Followers,
+        followers: AfterStep,
         stats: Callable[[], Stats],
     ) -> None:
         self.module, self.config, self.device = parts.model, parts.config, parts.device
@@ -110,25 +110,26 @@ class Engine:
         self._followers.batch(self.module.training and torch.is_grad_enabled(), args, kwargs)
         return self._forward(args, kwargs)
 
-    def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], chunked: bool = False) -> Any:
         with self._guard("forward"):
-            return self._calls.run(self.module, args, self._calls.without_cache(dict(kwargs)))
+            return self._calls.forward(args, kwargs, chunked)
 
     @untraced
-    def train_step(self, batch: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None) -> torch.Tensor:
+    def train_step(self, batch: Any, loss: Loss = None) -> torch.Tensor:
         """One micro-step: forward, loss, backward, `step()`. Returns the detached, unscaled loss.
 
         `batch` is a mapping (keyword arguments), a tuple or list (arguments) or one argument. The loss is
-        `loss_fn(output, batch)`, else the output itself if it is a tensor, else its `.loss`.
+        `loss(output, batch)`, else the output itself if it is a tensor, else its `.loss`; with `loss="chunked"`
+        a language model computes that without whole logits, as with the config's `loss`.
         """
         self._followers.batch(True, batch)
-        output = self._forward(*arguments_of(batch))
-        with self._guard("loss_fn"):
-            loss = loss_of(output, batch, loss_fn)
-        self._backward(loss)
-        self._followers.loss(loss, self._window.divisor)
+        output = self._forward(*arguments_of(batch), loss == "chunked")
+        with self._guard("loss"):
+            found = loss_of(output, batch, loss)
+        self._backward(found)
+        self._followers.loss(found, self._window.divisor)
         self._followers.step_ended(self._micro_step())
-        return loss.detach()
+        return found.detach()
 
     @untraced
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:

@@ -17,12 +17,11 @@ from typing import Any, Final
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.context import EngineContext
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
-from zeroweave.engine.versions import device_name, versions
-from zeroweave.errors import EngineError, ScheduleError
+from zeroweave.errors import EngineError, ScheduleError, first_problem
 from zeroweave.layout import BucketLayout
 from zeroweave.schedule import Measured, Step, costs_of
 
@@ -53,28 +52,6 @@ class About:
     seconds: tuple[tuple[int, float], ...]
     losses: tuple[tuple[int, float], ...]
 
-    @classmethod
-    def read(
-        cls,
-        parts: EngineParts,
-        stats: Stats,
-        seconds: tuple[tuple[int, float], ...],
-        losses: tuple[tuple[int, float], ...],
-    ) -> About:
-        """Of an engine's parts, at this moment."""
-        return cls(
-            rank=parts.control.rank,
-            world=parts.control.world,
-            model=type(parts.model).__name__,
-            device=device_name(parts.device),
-            versions=versions(),
-            config=parts.config.model_dump(mode="json"),
-            buckets=tuple(bucket.layout for bucket in parts.runtime.buckets.values()),
-            stats=stats,
-            seconds=seconds,
-            losses=losses,
-        )
-
     def told(self) -> dict[str, Any]:
         """As JSON has it."""
         return _ABOUT.dump_python(self, mode="json")
@@ -85,11 +62,8 @@ class About:
         try:
             return _ABOUT.validate_python(told)
         except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(map(str, ("measured", "about", *first["loc"])))
-            raise ScheduleError(
-                f"[ZW703] {name}: not written by this version of zeroweave: {field}: {first['msg']}"
-            ) from None
+            problem = first_problem(error, "measured.about")
+            raise ScheduleError(f"[ZW703] {name}: not written by this version of zeroweave: {problem}") from None
 
 
 _ABOUT: Final = TypeAdapter(About)
@@ -102,7 +76,7 @@ class Samples:
 
     def __init__(
         self,
-        parts: EngineParts,
+        parts: EngineContext,
         scheduler: Scheduler,
         step: OptimizerStep,
         stats: Callable[[], Stats],
@@ -120,7 +94,7 @@ class Samples:
     @classmethod
     def asked_for(
         cls,
-        parts: EngineParts,
+        parts: EngineContext,
         scheduler: Scheduler,
         step: OptimizerStep,
         stats: Callable[[], Stats],
@@ -152,7 +126,14 @@ class Samples:
                 self._newest = steps[-1]
                 self._seconds.append((number, self._newest.seconds))
             steps[:] = [each for each in steps if each.schedule is steps[-1].schedule][-_MOST:]
-            about = About.read(self._parts, self._stats(), tuple(self._seconds), tuple(self._losses))
+            about = About(
+                **self._parts.described,
+                rank=self._parts.control.rank,
+                buckets=tuple(bucket.layout for bucket in self._parts.runtime.buckets.values()),
+                stats=self._stats(),
+                seconds=tuple(self._seconds),
+                losses=tuple(self._losses),
+            )
             _measured(steps, about).save(self._path)
         if number - self._step.skipped == self._last:
             raise SystemExit(0)

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zeroweave.engine.context import EngineContext
 from zeroweave.engine.guard import Guard
 from zeroweave.engine.headroom import Headroom
-from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.settings import ScheduleSettings, passes_of, settings_of
 from zeroweave.engine.timing import Timing
 from zeroweave.errors import EngineError, RefusedPass, ScheduleError
@@ -45,7 +45,7 @@ _WARM_STEPS = 1
 class Scheduler:
     """The schedules of one engine. `base`: what they are made from, before the settings are put in."""
 
-    def __init__(self, parts: EngineParts, base: Facts, headroom: Headroom) -> None:
+    def __init__(self, parts: EngineContext, base: Facts, headroom: Headroom) -> None:
         self._headroom = headroom
         self._parts, self._runtime, self._transport = parts, parts.runtime, parts.transport
         self._agreements, self._guard, self._base = parts.agreements, parts.guard, base

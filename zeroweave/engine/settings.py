@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack
 
 import torch
 from pydantic import ValidationError
+from torch.distributed.device_mesh import DeviceMesh
 
 from zeroweave.config import Config
 from zeroweave.config.messages import findings
@@ -67,6 +68,38 @@ def policy_of(
     )
 
 
+def sharded_as(config: Config, mesh: DeviceMesh, ranks: Sequence[int]) -> Config:
+    """`config` with the group size of a mesh ("replicate", "shard") of all `ranks`; ConfigError for any other mesh."""
+    if mesh.mesh_dim_names != ("replicate", "shard") or mesh.mesh.flatten().tolist() != list(ranks):
+        raise ConfigError(
+            f"[ZW103] a mesh with dimensions {mesh.mesh_dim_names} of the ranks {mesh.mesh.tolist()}: make one of "
+            f'{len(ranks)} ranks in order, with mesh_dim_names=("replicate", "shard")'
+        )
+    size = mesh.size(1)
+    if config.sharding.group_size not in (None, size):
+        raise ConfigError(
+            f"[ZW103] sharding.group_size is {config.sharding.group_size}, and the mesh shards over {size} ranks: "
+            "leave one out"
+        )
+    return config.model_copy(update={"sharding": config.sharding.model_copy(update={"group_size": size})})
+
+
+def replicas_of(config: Config, world: int) -> int:
+    """How many groups of `sharding.group_size` the ranks fall into; ConfigError where ranks are left over."""
+    size = config.sharding.group_size or world
+    if size > world or world % size:
+        raise ConfigError(
+            f"[ZW103] sharding.group_size {size} does not divide the {world} ranks: every rank belongs to a group of "
+            "that many"
+        )
+    if size < world and config.experts.parallel_size > 1:
+        raise ConfigError(
+            "[ZW103] sharding.group_size and experts.parallel_size exclude each other: experts are sharded over the "
+            "ranks that have the same ones; leave sharding.group_size out"
+        )
+    return world // size
+
+
 def facts_of(
     config: Config,
     layouts: Iterable[BucketLayout],
@@ -100,6 +133,7 @@ def facts_of(
         offload=policy.offload_threshold is not None,
         placed=placed,
         copied=frozenset() if least is None else placed,  # the memory of all places is registered then
+        replicated=frozenset(b.id for b in layouts if b.replicas > 1 and b.trainable),
     )
 
 

@@ -12,10 +12,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zeroweave.checkpoint import random_numbers
 from zeroweave.comm.ledger import Ledger
-from zeroweave.eager.shown import Shown
-from zeroweave.engine.parts import EngineParts
+from zeroweave.eager.parameter_visibility import ParameterVisibility
+from zeroweave.engine.context import EngineContext
+from zeroweave.engine.parameter_access import ParameterAccess
 from zeroweave.engine.step import OptimizerStep
-from zeroweave.engine.values import Values
 from zeroweave.engine.window import Window
 from zeroweave.errors import EngineError
 
@@ -29,7 +29,7 @@ class Snapshot:
     trained parameters, the optimizer state and the buffers, on their devices.
     """
 
-    def __init__(self, parts: EngineParts, window: Window, step: OptimizerStep) -> None:
+    def __init__(self, parts: EngineContext, window: Window, step: OptimizerStep) -> None:
         self._runtime, device = parts.runtime, parts.device
         self._schedule = self._runtime.replay.schedule
         self._runtime.transfers.finish()  # what lies in host memory is read there
@@ -91,6 +91,9 @@ class Snapshot:
         for bucket in self._trained:
             bucket.put(bucket.values())  # what is gathered may be another tensor
             bucket.renew()
+        for bucket in self._runtime.buckets.values():
+            if bucket.near is not None:
+                bucket.near.expire()
         standing = [b for b in self._runtime.buckets.values() if b.standing and not b.layout.trainable]
         since = [bucket.id for bucket in standing if self._gathers.get(bucket.id) != bucket.gathers]
         self._runtime.replay.lingering.expire(since)  # it may not be their values that were gathered
@@ -98,7 +101,7 @@ class Snapshot:
 
 
 @contextmanager
-def tried_out(parts: EngineParts, window: Window, step: OptimizerStep, values: Values) -> Iterator[Ledger]:
+def tried_out(parts: EngineContext, window: Window, step: OptimizerStep, values: ParameterAccess) -> Iterator[Ledger]:
     """See `Engine.profiling`."""
     transport, shown = parts.transport, values.shown
     with parts.guard("profiling"):
@@ -125,7 +128,7 @@ def tried_out(parts: EngineParts, window: Window, step: OptimizerStep, values: V
         yield transport.planned
 
 
-def _reopen(parts: EngineParts, shown: Shown) -> None:
+def _reopen(parts: EngineContext, shown: ParameterVisibility) -> None:
     if not parts.guard.lost and not parts.guard.dirty:
         with parts.guard("profiling"):
             shown.open()

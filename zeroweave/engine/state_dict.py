@@ -17,17 +17,17 @@ from torch import nn
 
 from zeroweave._torch.modules import shapes_state_dict
 from zeroweave.comm.rounding import cast, cast_
-from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.context import EngineContext
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.layout import BucketLayout, Slot
 from zeroweave.parameters.foreign import is_foreign
-from zeroweave.parameters.places import Places
+from zeroweave.parameters.module_parameters import ModuleParameters
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.runtime import Runtime
 
 Lent: TypeAlias = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[None]]
-"""Has rank 0's modules show full values, by canonical name; see `Shown.lent`."""
+"""Has rank 0's modules show full values, by canonical name; see `ParameterVisibility.lent`."""
 
 
 @torch.no_grad()
@@ -122,14 +122,14 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     return {f"{name}._extra_state" if name else "_extra_state": module for name, module in has.items()}
 
 
-def changing(parts: EngineParts, loading: bool = False) -> list[str]:
+def changing(parts: EngineContext, loading: bool = False) -> list[str]:
     """The names of the modules that change what state dicts have, see `shapes_state_dict`."""
-    own = {handle.id for handle in parts.places.hooks}
+    own = {handle.id for handle in parts.module_parameters.hooks}
     named = parts.model.named_modules()
     return [name or "the model" for name, module in named if shapes_state_dict(module, own, loading)]
 
 
-def of_modules(parts: EngineParts, values: Mapping[str, torch.Tensor], lent: Lent) -> dict[str, Any]:
+def of_modules(parts: EngineContext, values: Mapping[str, torch.Tensor], lent: Lent) -> dict[str, Any]:
     """Rank 0's state dict, as its modules make it of `values`, which `stream` has yielded. In host memory.
 
     Experts that not all ranks share are behind the others, under the names of each.
@@ -148,22 +148,22 @@ def of_modules(parts: EngineParts, values: Mapping[str, torch.Tensor], lent: Len
     return found
 
 
-def own(parts: EngineParts, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def own(parts: EngineContext, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Of rank 0's `values`, by key of state dicts: its parameters', by canonical name."""
     return {slot.name: values[layout.keys(slot.name)[0]] for layout, slot in _slots(parts)}
 
 
-def _slots(parts: EngineParts) -> list[tuple[BucketLayout, Slot]]:
+def _slots(parts: EngineContext) -> list[tuple[BucketLayout, Slot]]:
     return [(b.layout, slot) for b in parts.runtime.buckets.values() for slot in b.layout.slots]
 
 
-def _grouped(parts: EngineParts) -> dict[str, tuple[str, ...]]:
+def _grouped(parts: EngineContext) -> dict[str, tuple[str, ...]]:
     """By each name of the experts that not all ranks share: their keys in state dicts."""
     names, several = _all_names(parts), [(layout, slot) for layout, slot in _slots(parts) if layout.groups > 1]
     return {name: layout.keys(name) for layout, slot in several for name in names[slot.name]}
 
 
-def stream(parts: EngineParts) -> Generator[tuple[str, torch.Tensor], None, None]:
+def stream(parts: EngineContext) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Full parameters (tied ones under each name) and persistent buffers on the CPU of rank 0; nothing elsewhere.
 
     One bucket is gathered at a time; where each of several groups has its own, each group's in turn. Who leaves early
@@ -188,7 +188,7 @@ def stream(parts: EngineParts) -> Generator[tuple[str, torch.Tensor], None, None
             yield name, buffer.detach().to("cpu", copy=True)
 
 
-def listed(parts: EngineParts) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+def listed(parts: EngineContext) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
     """Name, shape and dtype of all that `stream` yields, in its order. Local."""
     for key, _, slot in keys(parts):
         yield key, slot.shape, parts.original_dtypes[slot.name]
@@ -196,7 +196,7 @@ def listed(parts: EngineParts) -> Iterator[tuple[str, tuple[int, ...], torch.dty
         yield name, tuple(buffer.shape), buffer.dtype
 
 
-def keys(parts: EngineParts) -> Iterator[tuple[str, str, Slot]]:
+def keys(parts: EngineContext) -> Iterator[tuple[str, str, Slot]]:
     """Each key of a parameter in state dicts, that of its canonical name, and its slot; as `stream` has them. Local."""
     names = _all_names(parts)
     for bucket in parts.runtime.buckets.values():
@@ -206,11 +206,11 @@ def keys(parts: EngineParts) -> Iterator[tuple[str, str, Slot]]:
                     yield bucket.layout.keys(name)[number], bucket.layout.keys(slot.name)[number], slot
 
 
-def _all_names(parts: EngineParts) -> dict[str, list[str]]:
+def _all_names(parts: EngineContext) -> dict[str, list[str]]:
     """Canonical name -> all names of the parameter, that one first. ParameterError where others have come."""
-    parts.places.check()
-    names = {name: [name] for name in parts.places.names}
-    for alias, name in parts.places.aliases.items():
+    parts.module_parameters.check()
+    names = {name: [name] for name in parts.module_parameters.names}
+    for alias, name in parts.module_parameters.aliases.items():
         names[name].append(alias)
     return names
 
@@ -246,24 +246,24 @@ def agree_on_state(
     )
 
 
-def name_of(parameter: nn.Parameter | str, model: nn.Module, places: Places) -> str:
+def name_of(parameter: nn.Parameter | str, model: nn.Module, parameters: ModuleParameters) -> str:
     """The canonical name of a parameter that is given by one of its names or as the user's object."""
     if isinstance(parameter, str):
-        name = places.aliases.get(parameter, parameter)
-        if name in places.names:
+        name = parameters.aliases.get(parameter, parameter)
+        if name in parameters.names:
             return name
-        near = difflib.get_close_matches(parameter, places.names, n=1)
+        near = difflib.get_close_matches(parameter, parameters.names, n=1)
         raise EngineError(
             f"[ZW406] the model has no parameter {parameter!r}" + (f"; did you mean {near[0]!r}?" if near else "")
         )
-    for named in (places.names.items(), model.named_parameters()):  # the user's own objects; those shown now
+    for named in (parameters.names.items(), model.named_parameters()):  # the user's own objects; those shown now
         for name, known in named:
             if known is parameter:
                 return name
     raise EngineError(f"[ZW406] a parameter of shape {list(parameter.shape)} is none of the model's")
 
 
-def _by_modules(given: Mapping[str, Any], parts: EngineParts, lent: Lent) -> dict[str, Any]:
+def _by_modules(given: Mapping[str, Any], parts: EngineContext, lent: Lent) -> dict[str, Any]:
     """What rank 0's modules load of a state dict, under the names of `stream`, and what they do not know.
 
     Extra state is there by name alone: the modules have it then. What they raise comes as ParameterError.
@@ -285,7 +285,7 @@ def _by_modules(given: Mapping[str, Any], parts: EngineParts, lent: Lent) -> dic
 
 
 @torch.no_grad()
-def load_state_dict(given: Mapping[str, Any], parts: EngineParts, lent: Lent) -> None:
+def load_state_dict(given: Mapping[str, Any], parts: EngineContext, lent: Lent) -> None:
     """Rank 0's full values into every rank's shards, masters and buffers, and its extra state. All or nothing."""
     runtime, buffers = parts.runtime, dict(persistent_buffers(parts.model))
     shapes = {key: slot.shape for layout, slot in _slots(parts) for key in layout.keys(slot.name)}
@@ -352,6 +352,6 @@ def share(buffer: torch.Tensor, runtime: Runtime) -> None:
         buffer.copy_(plain)
 
 
-def names_of(parts: EngineParts) -> dict[int, str]:
+def names_of(parts: EngineContext) -> dict[int, str]:
     """The canonical name of each of the user's parameters, by `id`."""
-    return {id(parameter): name for name, parameter in parts.places.names.items()}
+    return {id(parameter): name for name, parameter in parts.module_parameters.names.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zeroweave.comm.ledger import Traffic
 from zeroweave.engine.calls import Calls
-from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.context import EngineContext
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.runtime import Runtime
@@ -17,14 +17,14 @@ from zeroweave.runtime.runtime import Runtime
 class Memory:
     """Bytes of this rank's model state, measured on the tensors themselves.
 
-    `shards`: in the dtype of the computation. `masters`: of trained parameters that are computed with in a
-    narrower dtype; they stand in for their shards, which are rounded from them when they are gathered. At most at
-    once, since the last change of the schedule by measured times or by `engine.reschedule`: `gradients`, the reduced
-    ones; `local_sums`, what backwards without a reduction have added up; `flats_peak`, all flats that were unsharded;
-    `gradient_flats_peak`, the gradient flats of reductions in flight.
-    `symmetric`: the places at fixed addresses; flats lie there, and they stay. `graphs`: what CUDA graphs
-    hold for their replays, beside the tensors that lie there. With offload, what is gathered of a master in host memory
-    counts as a shard; `host_…` is what of the same figures lies in host memory.
+    `shards`: in the dtype of the computation, with what sharding groups gather from. `masters`: of trained parameters
+    that are computed with in a narrower dtype; they stand in for their shards, which are rounded from them when they
+    are gathered. At most at once, since the last change of the schedule by measured times or by `engine.reschedule`:
+    `gradients`, the reduced ones; `local_sums`, what backwards without a reduction have added up; `flats_peak`, all
+    flats that were unsharded; `gradient_flats_peak`, the gradient flats of reductions in flight. `symmetric`: the
+    places at fixed addresses; flats lie there, and they stay. `graphs`: what CUDA graphs hold for their replays, beside
+    the tensors that lie there. With offload, what is gathered of a master in host memory counts as a shard; `host_…` is
+    what of the same figures lies in host memory.
     """
 
     shards: int
@@ -53,10 +53,11 @@ class Memory:
     @classmethod
     def read(cls, runtime: Runtime, optimizer: ShardedOptimizer | None, graphs: int) -> Memory:
         homes = [bucket.home for bucket in runtime.buckets.values()]
+        near = [bucket.near for bucket in runtime.buckets.values() if bucket.near is not None]
         masters = [home for home in homes if home.wider]
         sources = [home for home in homes if not home.wider or home.on_host]
         return cls(
-            shards=sum(home.source.nbytes for home in sources),
+            shards=sum(home.source.nbytes for home in sources) + sum(each.nbytes for each in near),
             masters=sum(tensor.nbytes for home in masters for tensor in home.at_rest),
             optimizer=0 if optimizer is None else optimizer.memory(),
             gradients=runtime.gradients.settled.peak,
@@ -132,7 +133,7 @@ class Stats:
     device: DeviceMemory = DeviceMemory()
 
     @classmethod
-    def read(cls, parts: EngineParts, calls: Calls, last_step: Mapping[str, Traffic], scheduler: Scheduler) -> Stats:
+    def read(cls, parts: EngineContext, calls: Calls, last_step: Mapping[str, Traffic], scheduler: Scheduler) -> Stats:
         runtime, templates, graphs = parts.runtime, calls.templates, parts.runtime.graphs
         offloading = runtime.activations.offloading
         compiled = {} if templates is None else templates.phases.seconds
@@ -169,7 +170,7 @@ class Stats:
         )
 
 
-def _gathers(parts: EngineParts) -> str:
+def _gathers(parts: EngineContext) -> str:
     refused = parts.runtime.places.refused
     if refused is None or parts.gathers.least is None:
         return str(parts.gathers)

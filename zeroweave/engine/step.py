@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from zeroweave.eager.shown import Shown
+from zeroweave.eager.parameter_visibility import ParameterVisibility
 from zeroweave.engine.agreements import Found
-from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.context import EngineContext
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.window import Window
 from zeroweave.errors import NonFiniteError
@@ -28,11 +28,11 @@ class OptimizerStep:
 
     def __init__(
         self,
-        parts: EngineParts,
+        parts: EngineContext,
         window: Window,
         scaler: Scaler,
         scheduler: Scheduler,
-        shown: Shown,
+        shown: ParameterVisibility,
         adaptive: Adaptive | None,
         lr_scheduler: Any,
     ) -> None:

@@ -15,8 +15,8 @@ from typing import Final, Literal
 
 import torch
 
-from zeroweave.eager.shown import Shown
-from zeroweave.engine.parts import EngineParts
+from zeroweave.eager.parameter_visibility import ParameterVisibility
+from zeroweave.engine.context import EngineContext
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.errors import EngineError, UnsupportedWindow
 from zeroweave.notices import warn
@@ -35,7 +35,7 @@ class Window(Observer):
     The `refuse_…` methods raise EngineError where `what`, a call as users write it, cannot be done now.
     """
 
-    def __init__(self, parts: EngineParts, scaler: Scaler, scheduler: Scheduler, shown: Shown) -> None:
+    def __init__(self, parts: EngineContext, scaler: Scaler, scheduler: Scheduler, shown: ParameterVisibility) -> None:
         self._parts, self._config, self._runtime, self._guard = parts, parts.config, parts.runtime, parts.guard
         self._scaler, self._scheduler, self._shown = scaler, scheduler, shown
         self.micro_steps = 0
@@ -159,7 +159,7 @@ class Window(Observer):
         gradients = self._runtime.gradients
         if late := gradients.marked(self._parts.agreements.union("late gradients", gradients.late())):
             self._runtime.replay.reduce_late(late)
-        gradients.reductions.settle_all()
+        gradients.settle_all()
 
     # ------------------------------------------------------------------ its end
     def is_boundary(self) -> bool:

@@ -11,24 +11,66 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import convert_to_fp32
 from torch import nn
 
 from zeroweave.engine import Engine
 from zeroweave.engine.assembly import initialize
 from zeroweave.errors import CheckpointError, EngineError, UnsupportedError
-from zeroweave.integrations.accelerate_parts import AcceleratedModel, ZeroweaveOptimizer
 from zeroweave.integrations.accelerate_settings import AUTOCASTS, refuse_before, refuse_made
-from zeroweave.integrations.wrapped import ConfigLike, autocasting, clip, refuse_other_device, settings_of
+from zeroweave.integrations.wrapped import (
+    ConfigLike,
+    ZeroweaveModel,
+    autocasting,
+    clip,
+    drop,
+    refuse_other_device,
+    settings_of,
+)
 from zeroweave.optim.several import given, is_optimizer
 
 StrPath = str | os.PathLike[str]
+
+
+class AcceleratedModel(ZeroweaveModel):
+    """Where its engine autocasts, narrower floating outputs become float32, as Accelerate has it."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine, convert_to_fp32 if engine.config.precision.autocast else None)
+        self._is_accelerate_prepared = True  # Accelerate lists it, and prepares it no further
+
+
+class ZeroweaveOptimizer(AcceleratedOptimizer):
+    """The user's optimizer, whose `step` is the engine's. It is to be called by all ranks, as everything here."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.optimizer, device_placement=False, scaler=None)
+        self._engine = engine
+        self._is_accelerate_prepared = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Ends a micro-step; where Accelerate syncs gradients, the optimizer step."""
+        if closure is not None:
+            raise UnsupportedError("optimizer.step(closure): the engine steps without one; call it without")
+        ends = self.gradient_state.sync_gradients
+        self._engine.set_gradient_accumulation_boundary(ends)
+        self._engine.step()
+        self._engine.set_gradient_accumulation_boundary(None)
+        if ends:
+            self._is_overflow = not self._engine.was_step_applied()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drops gradients that wait, where Accelerate syncs gradients. After a step there are none."""
+        if self.gradient_state.sync_gradients:
+            drop(self._engine, self.optimizer.zero_grad)
 
 
 class ZeroweaveAccelerator(Accelerator):

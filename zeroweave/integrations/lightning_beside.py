@@ -65,5 +65,5 @@ def load_beside(
 
 
 def is_beside(path: str | Path) -> bool:
-    """Has `save_beside` made it?"""
+    """True if `save_beside` has made it."""
     return (Path(path) / _REST).is_file()

@@ -97,7 +97,7 @@ def message(layout: BucketLayout, cargo: Iterable[Cargo], rank: int) -> tuple[tu
     """The pieces of the message between the owner of these matrices and `rank`, which has fragments; and its bytes."""
     pieces, end = [], 0
     for slot, kinds in cargo:
-        fragment = layout.fragment(slot, rank)
+        fragment = layout.fragment(slot, layout.place(rank))
         for kind in kinds if fragment.numel else ():
             pieces.append(Piece(slot, kind, fragment, end))
             end = round_up(end + fragment.numel * kind.dtype.itemsize, _ALIGN)

@@ -157,13 +157,13 @@ class Scaler:
 
     def nonfinite(self) -> bool:
         """Is any reduced gradient of this rank infinite or NaN? Waits for the reductions, and for the device."""
-        self._gradients.reductions.settle_all()
+        self._gradients.settle_all()
         shards = self._gradients.shards()
         return bool(shards) and not bool(torch.stack(foreach_maxima(shards)).isfinite().all())
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Makes the global 2-norm of the gradients at most `max_norm`; returns the norm before, fp32, 0-dim."""
-        self._gradients.reductions.settle_all()
+        self._gradients.settle_all()
         local = sum_of_squares(self._norms(), self._device)
         norm = total_norm(local, self._transport.all_reduce_sum)
         if (factor := self._factor) is not None:

@@ -1,7 +1,7 @@
 """Which models can be sharded: every parameter and buffer is checked before any is touched.
 
 `check` raises one error with all offenders, grouped by reason, each reason with its cure. It changes
-nothing and allocates nothing; after it has passed, `places.rest` is expected to succeed.
+nothing and allocates nothing; after it has passed, `module_parameters.rest` is expected to succeed.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _of_uses(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Iterator[
 
 
 def _is_in_use(parameter: nn.Parameter) -> bool:
-    """Does anything in C++ hold the parameter? An AccumulateGrad node is no obstacle."""
+    """True if anything in C++ but an AccumulateGrad node holds the parameter."""
     return use_count(parameter) > 1 + parameter.requires_grad
 
 

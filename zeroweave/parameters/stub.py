@@ -35,7 +35,7 @@ class Showing(Enum):
 class StubStatus:
     """What all stubs of one engine know about it, and what the program has told them.
 
-    `Places` tells what the modules show, the engine of gradients.
+    `ModuleParameters` tells what the modules show, the engine of gradients.
     """
 
     gradients_pending: bool = False
@@ -46,7 +46,7 @@ class StubStatus:
     hooks: dict[str, Hooks] = field(default_factory=dict)
     """those of parameters, by name"""
     read: Callable[[str, bool], torch.Tensor | None] = field(default=lambda name, values: None)
-    """See `Shown.read`. Without an engine no parameter can be read."""
+    """See `ParameterVisibility.read`. Without an engine no parameter can be read."""
 
     def attach(self, read: Callable[[str, bool], torch.Tensor | None]) -> None:
         """Called once, by what shows the real parameters: `read` is a method of it."""
@@ -257,7 +257,7 @@ def _real(tensor: torch.Tensor, reads: bool) -> torch.Tensor:
 
 
 def _resizes() -> bool:
-    """Does transformers' method of this name read or write here? The error can name what the user called then."""
+    """True if transformers' method of this name reads or writes here: the error can name what the user called then."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "resize_token_embeddings":
         frame = frame.f_back

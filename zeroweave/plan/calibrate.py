@@ -22,10 +22,9 @@ from zeroweave._torch.distributed import all_gather
 from zeroweave.comm.clock import clock_of
 from zeroweave.comm.pending import beside, side_of
 from zeroweave.comm.process_group import device_of
-from zeroweave.plan.calibration import Calibration
-from zeroweave.plan.hardware import Efficiency
+from zeroweave.plan.hardware import Calibration, Efficiency
 from zeroweave.ranks.start import start_process_group
-from zeroweave.report.apart import answer_of, run
+from zeroweave.report.launch import answer_of, on_ranks
 from zeroweave.schedule import Line
 
 _MARK: Final = "calibration: "
@@ -182,7 +181,7 @@ def measure(device: torch.device) -> Calibration:
 
 def measured(ranks: int) -> Calibration:
     """On so many ranks of this machine. RuntimeError where they fail."""
-    return found(*run(__name__, ranks, _SECONDS))
+    return found(*on_ranks(__name__, ranks, _SECONDS))
 
 
 def found(output: str, errors: str) -> Calibration:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
-    from zeroweave.plan.calibration import Calibration
-    from zeroweave.plan.hardware import Hardware
+    from zeroweave.plan.hardware import Calibration, Hardware
 
 
 def plan(
@@ -36,6 +35,9 @@ def plan(
     activation_budget: Annotated[
         float, typer.Option(metavar="SHARE", min=0, max=1, help="of activations that compiled blocks save; 0: none")
     ] = 1.0,
+    loss: Annotated[
+        Literal["chunked"] | None, typer.Option(help="of a language model without whole logits", show_default=False)
+    ] = None,
     offload: Annotated[
         list[str] | None,
         typer.Option(metavar="WHAT[,WHAT]", help="optimizer, params (stage 3) and activations live in host memory"),
@@ -53,10 +55,11 @@ def plan(
     host: Annotated[
         float | None, typer.Option(metavar="GB/S", min=0.001, help="of a rank to and from host memory, one direction")
     ] = None,
-    ranks_per_node: Annotated[int, typer.Option(metavar="N", min=1, help="ranks of a node")] = 8,
-    efficiency: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="share of the data sheet; see docs/plan.md")
+    group_size: Annotated[
+        list[int] | None,
+        typer.Option(metavar="N", min=1, help="of sharding groups; may be given several times", show_default="all"),
     ] = None,
+    ranks_per_node: Annotated[int, typer.Option(metavar="N", min=1, help="ranks of a node")] = 8,
     calibrate: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="measure this machine first, and write what it does to this file"),
@@ -66,9 +69,6 @@ def plan(
         typer.Option(metavar="FILE", exists=True, dir_okay=False, help="plan by a file that --calibrate has written"),
     ] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="also write the figures to this file")] = None,
-    picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="also write a picture (SVG) to this file")
-    ] = None,
 ) -> None:
     """Say what training MODEL with AdamW would take in memory and time, at each stage, without a GPU.
 
@@ -82,9 +82,7 @@ def plan(
     from zeroweave.errors import ConfigError, EngineError
     from zeroweave.notices import working
     from zeroweave.plan.model import source_of
-    from zeroweave.plan.plan import config_of, make, refuse_worlds
-    from zeroweave.plan.show import lines
-    from zeroweave.plan.show import picture as drawn
+    from zeroweave.plan.plan import config_of, lines, make, refuse_worlds
 
     if model is None and calibrate is None:
         raise typer.BadParameter("which model? Only --calibrate needs none", param_hint="MODEL")
@@ -98,12 +96,13 @@ def plan(
         if model is None:
             return
         links = {"inside": inside, "between": between, "host": host}
-        hardware = _hardware(gpu, known, ranks_per_node, links, efficiency or ())
+        hardware = _hardware(gpu, known, ranks_per_node, links)
         away = _offload(offload or ())
         settings = {
             "precision": {"params": precision, "optimizer": "compact" if compact else "full"},
             "compile": {"activation_budget": activation_budget},
             "offload": away,
+            "loss": loss,
             "gradient_accumulation_steps": gas,
             "gradient_clipping": 1.0 if clip else None,
         }
@@ -111,7 +110,8 @@ def plan(
         stages = every if stage == "all" else (int(stage),)
         with working() as tell:
             tell(f"reading {model}")
-            plans = make(source_of(model, micro_batch, seq), stages, worlds, settings, hardware, tell)
+            source = source_of(model, micro_batch, seq)
+            plans = make(source, stages, worlds, settings, hardware, tell, group_size or (None,))
     except (ConfigError, EngineError) as error:
         print(f"zeroweave: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -122,14 +122,12 @@ def plan(
     if json is not None:
         asked = {"micro_batch": micro_batch, "seq": seq, "config": settings, "hardware": asdict(hardware)}
         json.write_text(dumps(plans.as_json() | asked, indent=1))
-    if picture is not None:
-        picture.write_text(drawn(plans))
 
 
 def _calibration(anew: Path | None, known: Path | None) -> Calibration | None:
     """What is measured now and written to `anew`, or was before. EngineError where that fails."""
     from zeroweave.errors import EngineError
-    from zeroweave.plan.calibration import Calibration
+    from zeroweave.plan.hardware import Calibration
 
     if anew is None:
         return None if known is None else Calibration.load(known)
@@ -155,9 +153,8 @@ def _hardware(
     calibration: Calibration | None,
     ranks_per_node: int,
     links: dict[str, float | None],
-    efficiency: Iterable[str],
 ) -> Hardware:
-    """`links`: GB/s where the data sheet does not count. EngineError for efficiencies that are none."""
+    """`links`: GB/s where the data sheet does not count."""
     from dataclasses import replace
 
     from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
@@ -165,8 +162,7 @@ def _hardware(
     given: dict[str, Any] = {name: rate * 1e9 for name, rate in links.items() if rate is not None}
     name = gpu or (None if calibration is None else calibration.gpu) or "h200"
     sheet = replace(GPUS[name], ranks_per_node=ranks_per_node, **given)
-    share = Efficiency() if calibration is None else calibration.efficiency(sheet)
-    return Hardware(sheet, share.changed(efficiency))
+    return Hardware(sheet, Efficiency() if calibration is None else calibration.efficiency(sheet))
 
 
 def _offload(words: Iterable[str]) -> dict[str, Any]:

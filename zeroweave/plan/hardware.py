@@ -1,13 +1,17 @@
-"""GPUs and what connects them, by their data sheets, and how much of that programs get."""
+"""GPUs and what connects them, by their data sheets, and how much of that programs get, by default or as measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Annotated, Any, Final
 
-from zeroweave.errors import EngineError
+from pydantic import Field, TypeAdapter, ValidationError
+
+from zeroweave.errors import EngineError, first_problem
 from zeroweave.schedule import Line
 from zeroweave.schedule.passes.room import TAX
 
@@ -45,9 +49,6 @@ _CODED: Final = 77e9
 """Elements a second that updates of compact states code on an H200: 16 ms for the 1.24e9 of Llama-1B, whose step takes
 31.0 ms in place of 22.5 (benchmarks/README.md), where the bytes of the update alone would take 3.6 in place of 7.6."""
 
-_SHARES: Final = ("matmul", "attention", "memory", "inside", "between", "host")
-"""Of what the data sheet says; the others are seconds, or seconds for each second."""
-
 
 @dataclass(frozen=True)
 class Efficiency:
@@ -70,25 +71,6 @@ class Efficiency:
     launch: float = 2e-5
     hop_inside: float = 3e-6
     hop_between: float = 1.5e-5
-
-    def changed(self, words: Iterable[str]) -> Efficiency:
-        """With other values, each as "name=value". EngineError for what is no such word."""
-        known = {each.name for each in fields(self)}
-        changes = {}
-        for word in words:
-            name, _, text = word.partition("=")
-            try:
-                value = float(text)
-            except ValueError:
-                value = -1.0
-            if name not in known or not (0 < value <= 1 if name in _SHARES else 0 <= value < 1):
-                others = ", ".join(sorted(known.difference(_SHARES)))
-                raise EngineError(
-                    f"[ZW903] efficiency {word!r}: write name=value, with a share above 0 and up to 1 of "
-                    f"{', '.join(_SHARES)}, or seconds below 1 of {others}"
-                )
-            changes[name] = value
-        return replace(self, **changes)
 
 
 @dataclass(frozen=True)
@@ -120,18 +102,108 @@ class Hardware:
         """Seconds of a copy between the device and host memory."""
         return self.efficiency.kernel + nbytes / (self.gpu.host * self.efficiency.host)
 
-    def collective(self, world: int) -> Line:
-        """An all-gather or a reduce-scatter of a flat, by its bytes, on `world` ranks that fill nodes.
+    def collective(self, world: int, stride: int = 1) -> Line:
+        """An all-gather or a reduce-scatter of a flat, by its bytes, on `world` ranks of nodes that are full.
 
         A ring, as NCCL has it: (world - 1) / world of the flat passes through each rank, and through each node's
-        adapters together. It moves at the pace of the slower of the two.
+        adapters together. It moves at the pace of the slower of the two. `stride`: from each rank to the next one; so
+        many rings move at once, and those of a node share its adapters.
         """
         if world == 1:
             return Line()
         gpu, share = self.gpu, self.efficiency
-        nodes = -(-world // gpu.ranks_per_node)
+        nodes = min(world, -(-world * stride // gpu.ranks_per_node))
         pace = gpu.inside * share.inside
         if nodes > 1:
-            pace = min(pace, gpu.between * share.between * gpu.ranks_per_node)
+            pace = min(pace, gpu.between * share.between * gpu.ranks_per_node / min(stride, gpu.ranks_per_node))
         alpha = share.launch + (world - nodes) * share.hop_inside + (nodes - 1) * share.hop_between
         return Line(alpha, (world - 1) / world / pace)
+
+
+_TAKES: Final = MappingProxyType(
+    {
+        "host": "a GPU",
+        "kernel": "a GPU",
+        "inside": "two ranks in each node",
+        "launch": "two ranks in each node",
+        "hop_inside": "three ranks in each node",
+        "beside": "two GPUs",
+        "between": "two nodes",
+        "hop_between": "two nodes",
+    }
+)
+"""What it takes to measure each."""
+
+
+_RateName = Annotated[str, Field(pattern="^(matmul|attention|memory|inside|between|host)$")]
+_SecondsName = Annotated[str, Field(pattern="^(beside|kernel|launch|hop_inside|hop_between)$")]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured, on the slowest of `ranks` ranks on so many `hosts`, each on a `device`.
+
+    rates: operations per second of "matmul" and "attention", bytes per second of "memory", "inside", "between" and
+    "host". seconds: the others of `Efficiency`, as they stand there. What could not be measured is in neither.
+    """
+
+    device: str
+    ranks: int
+    hosts: int
+    rates: Mapping[_RateName, Annotated[float, Field(gt=0)]]
+    seconds: Mapping[_SecondsName, Annotated[float, Field(ge=0, lt=1)]]
+
+    @property
+    def gpu(self) -> str | None:
+        """The name of its data sheet; None: there is none here."""
+        return next((name for name in GPUS if name in self.device.lower()), None)
+
+    def efficiency(self, gpu: Gpu) -> Efficiency:
+        """Of programs on such a GPU. What is missing has its default. EngineError where it is another GPU's."""
+        sheet = {
+            "matmul": gpu.half,
+            "attention": gpu.half,
+            "memory": gpu.bandwidth,
+            "inside": gpu.inside,
+            "between": gpu.between,
+            "host": gpu.host,
+        }
+        changes: dict[str, Any] = dict(self.seconds)
+        for name, rate in self.rates.items():
+            changes[name] = rate / sheet[name]
+            if changes[name] > 1:
+                raise EngineError(
+                    f"[ZW903] the calibration has {rate:.3g} a second of {name}, on {self.device}, and the data sheet "
+                    f"of what is planned {sheet[name]:.3g}: name the GPU that was measured with --gpu, or its links "
+                    "with --inside, --between and --host"
+                )
+        return replace(Efficiency(), **changes)
+
+    def lines(self) -> list[str]:
+        """What was measured and what was not, in words."""
+        values = [f"{name} {rate:.3g}/s" for name, rate in self.rates.items()]
+        values += [f"{name} {seconds:.3g} s" for name, seconds in self.seconds.items()]
+        where = f"{self.ranks} x {self.device}, {self.hosts} host{'s' * (self.hosts > 1)}"
+        found = [f"measured on {where}: {', '.join(values)}"]
+        missing = [f"{name} (takes {_TAKES[name]})" for name in _TAKES if name not in {*self.rates, *self.seconds}]
+        return found + ([f"by default: {', '.join(missing)}"] if missing else [])
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Calibration:
+        """What `save` has written. EngineError for anything else."""
+        try:
+            return cls.read(path.read_text())
+        except OSError as error:
+            raise EngineError(f"[ZW903] {path}: {error.strerror}") from None
+        except ValidationError as error:
+            raise EngineError(
+                f"[ZW903] {path} is no calibration: {first_problem(error)}; make it anew with --calibrate"
+            ) from None
+
+    @classmethod
+    def read(cls, text: str) -> Calibration:
+        """Of JSON. pydantic's ValidationError for anything else."""
+        return TypeAdapter(cls).validate_json(text)

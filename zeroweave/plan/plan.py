@@ -13,8 +13,24 @@ from zeroweave.errors import EngineError
 from zeroweave.plan.hardware import Hardware
 from zeroweave.plan.model import Source
 from zeroweave.plan.rank import Measured, Planned, PlannedRank
+from zeroweave.report.tables import tables
 from zeroweave.schedule import flats_of
 
+_GIB: Final = 2**30
+_MIB: Final = 2**20
+_HEAD: Final = (
+    "schedule",
+    "ranks",
+    "parameters",
+    "optimizer",
+    "gradients",
+    "activations",
+    "flats",
+    "peak",
+    "host",
+    "step s",
+    "exposed s",
+)
 ROOM: Final = 0.9
 """The share of a GPU's memory that a plan may fill: the rest is for the driver, libraries and fragmentation."""
 
@@ -44,10 +60,12 @@ class Row:
     peak: int
     fits: bool
     host: int = 0
+    group_size: int | None = None
 
     @property
     def name(self) -> str:
-        return f"stage {self.stage}, {self.schedule}"
+        groups = "" if self.group_size is None else f"groups of {self.group_size}, "
+        return f"stage {self.stage}, {groups}{self.schedule}"
 
 
 @dataclass(frozen=True)
@@ -79,8 +97,11 @@ def make(
     settings: Mapping[str, Any],
     hardware: Hardware,
     tell: Callable[[str], object] = lambda _: None,
+    group_sizes: Sequence[int | None] = (None,),
 ) -> Plans:
     """One rank of each world at each stage, with AdamW. `settings`: what of a config stands beside the stage.
+
+    `group_sizes`: of sharding groups; of those that are no smaller than a world, one: all ranks.
 
     `tell` is called with what is being planned, before each.
 
@@ -92,11 +113,13 @@ def make(
     eager: dict[str, str] = {}
     for world in worlds:
         for stage in stages:
-            config = Config.load({**settings, "stage": stage})
-            tell(f"planning stage {stage} on {world} {'rank' if world == 1 else 'ranks'}")
-            found = PlannedRank(*source(), adamw, config, world, hardware).measure(room)
-            eager |= found.eager
-            rows += [_row(stage, world, name, plan, room) for name, plan in _schedules(found, stage, room)]
+            for size in dict.fromkeys(None if size is None or size >= world else size for size in group_sizes):
+                config = Config.load({**settings, "stage": stage, "sharding": {"group_size": size}})
+                groups = "" if size is None else f" in groups of {size}"
+                tell(f"planning stage {stage} on {world} {'rank' if world == 1 else 'ranks'}{groups}")
+                found = PlannedRank(*source(), adamw, config, world, hardware).measure(room)
+                eager |= found.eager
+                rows += [_row(stage, world, size, name, plan, room) for name, plan in _schedules(found, stage, room)]
     return Plans(tuple(rows), tuple(advise([r for r in rows if r.world == w], w, room) for w in worlds), eager, room)
 
 
@@ -112,7 +135,7 @@ def _schedules(rank: Measured, stage: int, room: int) -> Iterator[tuple[str, Pla
         yield "keep auto", rank.plan(keep="auto", memory_budget=room)
 
 
-def _row(stage: int, world: int, schedule: str, plan: Planned, room: int) -> Row:
+def _row(stage: int, world: int, group_size: int | None, schedule: str, plan: Planned, room: int) -> Row:
     memory = plan.memory
     return Row(
         stage=stage,
@@ -128,6 +151,7 @@ def _row(stage: int, world: int, schedule: str, plan: Planned, room: int) -> Row
         peak=plan.peak,
         fits=plan.peak <= room,
         host=plan.host,
+        group_size=group_size,
     )
 
 
@@ -164,7 +188,8 @@ def config_of(row: Row, settings: Mapping[str, Any], room: int) -> dict[str, Any
         "keep auto": {"memory_budget": room},
     }
     compiled = {**settings.get("compile", {}), **schedules[row.schedule]}
-    config = Config.load({**settings, "stage": row.stage, "compile": compiled})
+    groups = {"group_size": row.group_size}
+    config = Config.load({**settings, "stage": row.stage, "compile": compiled, "sharding": groups})
     return {"stage": row.stage, **config.model_dump(mode="json", exclude_defaults=True)}
 
 
@@ -172,3 +197,27 @@ def refuse_worlds(worlds: Iterable[int]) -> None:
     """EngineError for a world that cannot be planned."""
     if wrong := [world for world in worlds if not 1 <= world <= 1024]:
         raise EngineError(f"[ZW903] worlds have 1 to 1,024 ranks, not {wrong[0]}")
+
+
+def lines(plans: Plans) -> Iterator[str]:
+    """A table, with its unit of memory, and what to take. Host memory is a column where something lies there."""
+    unit, name = (_GIB, "GiB") if max(row.peak for row in plans.rows) >= _GIB else (_MIB, "MiB")
+    cells = [_HEAD, *(_cells(row, unit) for row in plans.rows)]
+    if not any(row.host for row in plans.rows):
+        at = _HEAD.index("host")
+        cells = [(*row[:at], *row[at + 1 :]) for row in cells]
+    yield f"memory of each rank in {name}"
+    yield from tables(cells[0], cells[1:], keep=2)
+    yield ""
+    for advice in plans.advice:
+        what = f"take {advice.take.name}" if advice.take is not None else "nothing fits"
+        yield f"{advice.world} ranks: {what}: {advice.reason}"
+    for module, reason in plans.eager.items():
+        yield f"{module or 'the model'} runs eagerly: {reason}"
+
+
+def _cells(row: Row, unit: int) -> tuple[str, ...]:
+    sizes = (row.parameters, row.optimizer, row.gradients, row.activations, row.flats)
+    peak = f"{row.peak / unit:.2f}{'' if row.fits else ' !'}"
+    host, times = f"{row.host / unit:.2f}", (f"{row.seconds:.4f}", f"{row.exposed:.4f}")
+    return row.name, str(row.world), *(f"{s / unit:.2f}" for s in sizes), peak, host, *times

@@ -19,10 +19,10 @@ from zeroweave.compile.phases import Phases
 from zeroweave.config import Config
 from zeroweave.eager.access import Access
 from zeroweave.eager.hooks import hook_gradients
-from zeroweave.eager.shown import Shown
+from zeroweave.eager.parameter_visibility import ParameterVisibility
 from zeroweave.engine.calls import Calls, arguments_of, loss_of
 from zeroweave.engine.model import specs_of
-from zeroweave.engine.settings import ScheduleSettings, facts_of, policy_of, settings_of
+from zeroweave.engine.settings import ScheduleSettings, facts_of, policy_of, replicas_of, settings_of
 from zeroweave.engine.stats import Memory
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout, build_layout
@@ -32,11 +32,10 @@ from zeroweave.optim.scaler import Scaler, checks
 from zeroweave.optim.states import States
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.parameters.foreign import own_parameters
-from zeroweave.parameters.places import rest
+from zeroweave.parameters.module_parameters import rest
 from zeroweave.parameters.stub import StubStatus
 from zeroweave.plan.hardware import Hardware
-from zeroweave.plan.kernels import PlannedKernels
-from zeroweave.plan.meter import Meter, PlannedClock
+from zeroweave.plan.meter import Meter, PlannedClock, PlannedKernels
 from zeroweave.plan.transport import PlannedCopies, PlannedTransport
 from zeroweave.plan.work import Program
 from zeroweave.runtime.backward import Observer
@@ -60,7 +59,7 @@ from zeroweave.schedule import (
 class _Backwards(Observer):
     """The backwards of one window after another, as the engine's has it."""
 
-    def __init__(self, shown: Shown, stage: int) -> None:
+    def __init__(self, shown: ParameterVisibility, stage: int) -> None:
         self._shown, self._stage = shown, stage
         self._ends = True
 
@@ -162,15 +161,15 @@ class PlannedRank:
         self._clock = clock = PlannedClock()
         self._meter = meter = Meter(clock, hardware)
         named, cpu = own_parameters(model), torch.device("cpu")
-        layouts = build_layout(
-            specs_of(model, named, frozenset(), config, None), world, config.bucket.bytes, config.bucket.by_block
-        )
+        specs, replicas = specs_of(model, named, frozenset(), config, None), replicas_of(config, world)
+        layouts = build_layout(specs, world, config.bucket.bytes, config.bucket.by_block, replicas=replicas)
+        self._group_size = world // replicas
         _refuse(config, layouts)
         policy, moments_off = policy_of(config, layouts, named.keys()), config.offload.optimizer != "none"
         compact = config.precision.optimizer == "compact"
         self._fake = without_memory()
         with self._fake:
-            self._wire = wire = Wire(PlannedTransport(world, clock, hardware), cpu, clock)
+            self._wire = wire = Wire(PlannedTransport(world, clock, hardware, self._group_size), cpu, clock)
             self._runtime = runtime = Runtime(
                 layouts,
                 wire,
@@ -203,7 +202,7 @@ class PlannedRank:
             self._facts = facts_of(config, layouts, policy, self._optimizer, there=there)
             access = Access(model, runtime)
             hook_gradients(runtime, {})
-            shown = Shown(runtime, at, access)
+            shown = ParameterVisibility(runtime, at, access)
             self._calls = Calls(
                 model, runtime, config, access, shown, "cpu", 0, Journal(0), lambda: False, self._program
             )
@@ -217,6 +216,7 @@ class PlannedRank:
         homes = [bucket.home for bucket in buckets]
         held = [tensor for home in homes if not home.on_host for tensor in home.at_rest]
         held += [home.source for home in homes if not home.source_on_host]
+        held += [bucket.near.values for bucket in buckets if bucket.near is not None]
         buffers = {id(b): _on_cpu(b) for b in model.buffers()}
         for module in model.modules():
             module._buffers.update({n: buffers[id(b)] for n, b in module._buffers.items() if b is not None})
@@ -255,7 +255,7 @@ class PlannedRank:
         """Bytes that the forward has left alive. `ends`: the window does with it."""
         runtime, steps, begin = self._runtime, self._config.gradient_accumulation_steps, self._meter.made
         args, kwargs = arguments_of(self._batch)
-        output = self._calls.run(self._model, args, self._calls.without_cache(dict(kwargs)))
+        output = self._calls.forward(args, kwargs)
         loss = loss_of(output, self._batch, None)
         del output
         offloading = runtime.activations.offloading
@@ -302,7 +302,7 @@ class PlannedRank:
             dict(self._calls.eager_regions),
             settings,
             self._facts,
-            self._hardware.collective(self._wire.world),
+            self._hardware.collective(self._group_size),
             self._hardware.efficiency.beside,
         )
 

@@ -10,11 +10,10 @@ import torch
 
 from zeroweave.comm.clock import Clock
 from zeroweave.comm.transport import Messages, Parts, ReduceOp, Spread
-from zeroweave.layout import BucketLayout
+from zeroweave.layout import ACROSS, INSIDE, WORLD, BucketLayout
 from zeroweave.plan.hardware import Hardware
 from zeroweave.plan.meter import Lane, Meter, Passed, PlannedClock
 from zeroweave.runtime.copies import CopyStream
-from zeroweave.schedule import Line
 
 
 class _Pending:
@@ -34,18 +33,20 @@ class _Pending:
 class PlannedTransport:
     """Rank 0 of `world` ranks, none of which is there. Collectives run one after the other, as long as they would.
 
+    `group_size`: ranks of a sharding group, which gather and reduce by themselves, and across groups; None: all.
+
     As `comm.process_group` has it, a gather casts the shard first, and a reduction copies gradients into a flat.
     """
 
-    def __init__(self, world: int, clock: PlannedClock, hardware: Hardware) -> None:
+    def __init__(self, world: int, clock: PlannedClock, hardware: Hardware, group_size: int | None = None) -> None:
         self.rank, self.world = 0, world
-        self._clock, self._hardware, self._line = clock, hardware, hardware.collective(world)
+        self._clock, self._hardware, group_size = clock, hardware, group_size or world
+        self._lines = {
+            WORLD: hardware.collective(world),
+            INSIDE: hardware.collective(group_size),
+            ACROSS: hardware.collective(world // group_size, stride=group_size),
+        }
         self._free = 0.0
-
-    @property
-    def line(self) -> Line:
-        """A collective by the bytes of the flat, without what each rank does beside it."""
-        return self._line
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu")
@@ -53,22 +54,23 @@ class PlannedTransport:
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def _issue(self, nbytes: int, copied: int, *alive: object) -> _Pending:
+    def _issue(self, nbytes: int, copied: int, *alive: object, group: str = WORLD) -> _Pending:
         begin = max(self._clock.now, self._free)
-        self._free = begin + self._line(nbytes) + self._hardware.traffic(copied)
+        self._free = begin + self._lines[group](nbytes) + self._hardware.traffic(copied)
         return _Pending(self._clock, self._free, *alive)
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> _Pending:
-        as_it_is = shard.dtype == flat.dtype and self.world > 1
-        return self._issue(flat.nbytes, 0 if as_it_is else shard.nbytes + flat.nbytes // self.world, flat, shard)
+        as_it_is = shard.dtype == flat.dtype and layout.world > 1
+        copied = 0 if as_it_is else shard.nbytes + flat.nbytes // layout.world
+        return self._issue(flat.nbytes, copied, flat, shard, group=layout.group)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> _Pending:
-        if self.world == 1:
-            return self._issue(out.nbytes, 2 * out.nbytes)
+        if layout.world == 1:
+            return self._issue(out.nbytes, 2 * out.nbytes, group=layout.group)
         whole = isinstance(parts, torch.Tensor) and parts.dtype == out.dtype
         flat = parts if whole else torch.empty(layout.numel, dtype=out.dtype, device="cpu")
         nbytes = layout.numel * out.itemsize
-        return self._issue(nbytes, 0 if whole else 2 * nbytes, flat, parts, out)
+        return self._issue(nbytes, 0 if whole else 2 * nbytes, flat, parts, out, group=layout.group)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         self._issue(tensor.nbytes, 0).wait()

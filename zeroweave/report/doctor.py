@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 
 from zeroweave.comm.choose import OLDEST_NCCL
-from zeroweave.report.check import Check
 from zeroweave.report.links import links
 from zeroweave.report.links import measured as measured_links
-from zeroweave.report.settings import of_this_machine
+from zeroweave.report.settings import Check, of_this_machine
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH, FIRST_UNSUPPORTED_TORCH = (2, 11), (2, 14)

@@ -1,11 +1,11 @@
-"""A step as lanes over time. The page draws them."""
+"""A step as lanes over time: the page draws them, and Perfetto and chrome://tracing open them as a trace."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from zeroweave.report.course import Course
 from zeroweave.schedule import Run, Schedule, Settle, Span, Update, Wait
@@ -61,6 +61,36 @@ def lanes(schedule: Schedule, course: Course) -> tuple[Lane, ...]:
         for lane, slices in found.items()
         if slices
     )
+
+
+def trace(schedule: Schedule, courses: Sequence[Course]) -> dict[str, Any]:
+    """What `json.dump` takes, in the JSON object format of Chrome's trace events.
+
+    Times in microseconds; a process for each course, 1 for the measured one and 2 for the predicted one; a thread for
+    each lane; memory as a counter.
+    """
+    events = [event for course in courses for event in _events(schedule, course)]
+    return {"traceEvents": sorted(events, key=lambda event: event.get("ts", -1.0)), "displayTimeUnit": "ms"}
+
+
+def _events(schedule: Schedule, course: Course) -> Iterator[dict[str, Any]]:
+    process, threads = 1 if course.name == "measured" else 2, [*NAMES.values()]
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": course.name}}
+    for lane in lanes(schedule, course):
+        where = {"pid": process, "tid": 1 + threads.index(lane.name)}
+        yield {"ph": "M", "name": "thread_name", "args": {"name": lane.name}, **where}
+        for each in lane.slices:
+            times = {"ts": 1e6 * each.start, "dur": 1e6 * each.seconds}
+            yield {
+                "ph": "X",
+                "name": each.what,
+                "cat": each.kind,
+                "args": {"instruction": each.index},
+                **where,
+                **times,
+            }
+    for start, nbytes in zip(course.starts, course.memory, strict=bool(course.memory)):
+        yield {"ph": "C", "name": "memory", "pid": process, "ts": 1e6 * start, "args": {"bytes": nbytes}}
 
 
 def _named(schedule: Schedule, span: Span) -> tuple[str, str]:

@@ -23,13 +23,14 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -135,7 +136,7 @@ def _code(code: int, reason: str) -> int:
 
 
 def _is_own(code: int, reason: str) -> bool:
-    """Does a rank's end say something about itself, and not only that another one is missing?"""
+    """True if a rank's end says something about itself, and not only that another one is missing."""
     if reason:
         return not reason.startswith((": RankFailure", ": AgreementError"))
     return code not in (1, -signal.SIGTERM)
@@ -190,3 +191,32 @@ def first_line(message: object) -> str:
         return ""
     # PyTorch's compiler names the backend in the first line, and what failed in the second.
     return f": {' '.join(lines[: 2 if lines[0].endswith(':') else 1])}"
+
+
+def on_ranks(module: str, ranks: int, seconds: float) -> tuple[str, str]:
+    """What a module prints on so many ranks of this machine, on both streams.
+
+    RuntimeError where they take more than `seconds`.
+    """
+    script = ["--standalone", "--nproc-per-node", str(ranks), "-m", module]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *script],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no result after {seconds:g} s") from None
+    return done.stdout, done.stderr
+
+
+def answer_of(mark: str, output: str, errors: str) -> Any:
+    """The JSON after `mark` in the output. RuntimeError with the ranks' last error where there is none."""
+    for line in output.splitlines():
+        if line.startswith(mark):
+            return json.loads(line.removeprefix(mark))
+    lines = [line.strip() for line in errors.splitlines() if "rror:" in line]
+    raise RuntimeError(lines[-1] if lines else "the ranks told nothing")

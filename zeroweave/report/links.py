@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from zeroweave.comm.process_group import device_of
 from zeroweave.ranks.start import start_process_group
-from zeroweave.report.apart import answer_of, run
-from zeroweave.report.check import Check
+from zeroweave.report.launch import answer_of, on_ranks
+from zeroweave.report.settings import Check
 
 _MARK: Final = "links: "
 _SECONDS: Final = 120.0
@@ -72,7 +72,7 @@ def _cure(device: str, inside: bool) -> str:
 
 def measured(ranks: int) -> Links:
     """Between so many ranks of this machine. RuntimeError where they fail."""
-    return Links(**answer_of(_MARK, *run(__name__, ranks, _SECONDS)))
+    return Links(**answer_of(_MARK, *on_ranks(__name__, ranks, _SECONDS)))
 
 
 def measure(device: torch.device) -> Links:

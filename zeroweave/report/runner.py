@@ -110,7 +110,7 @@ def own_frames(error: BaseException) -> TracebackType | None:
 
 
 def is_interrupted(error: BaseException | None) -> bool:
-    """Did Ctrl-C end the script? What was to be done behind it may have failed, and raised something else."""
+    """True if Ctrl-C ended the script. What came after it may have failed, and raised something else."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None

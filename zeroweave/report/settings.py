@@ -1,6 +1,6 @@
-"""The doctor's checks of what surrounds training: environment variables, CPU threads, shared memory, versions.
+"""What a check of the doctor is, and its checks of environment variables, CPU threads, shared memory and versions.
 
-Each takes what it looks at as arguments. `of_this_machine` reads that from this machine.
+Each of these takes what it looks at as arguments. `of_this_machine` reads that from this machine.
 """
 
 from __future__ import annotations
@@ -9,13 +9,32 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from packaging.requirements import Requirement
 
-from zeroweave.report.check import Check, State
+State = Literal["ok", "slow", "limited", "failed"]
+"""`slow`: training works, and could be faster; `limited`: training works in another way; `failed`: it does not work."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding in one line. `cure`: the command or the setting that mends it, where the state is not ok."""
+
+    name: str
+    state: State
+    detail: str
+    cure: str = ""
+
+    def lines(self) -> Iterator[str]:
+        """The lines that the doctor prints."""
+        yield f"{self.state:8} {self.name}: {self.detail}"
+        if self.state != "ok":
+            yield f"{'':8} -> {self.cure}"
+
 
 ROOM: Final = 1 << 30
 """Bytes of shared memory that NCCL and the workers of data loaders should find."""

@@ -1,38 +1,12 @@
-"""Plain text for terminals: a chart of a loss curve, tables, and sizes in bytes."""
+"""Plain text for terminals: tables, and sizes in bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Final
 
 WIDTH: Final = 80
 """Characters of a line, as far as what it tells can be broken."""
-
-
-def chart(values: Sequence[float], width: int = 64, height: int = 10) -> list[str]:
-    """A curve as lines of text, oldest value left. Each column shows the mean of its share of the values.
-
-    At most `width` columns after an axis; the axis names the largest and the smallest column. Values must be
-    finite.
-    """
-    if not values:
-        return []
-    width = min(width, len(values))
-    edges = [len(values) * column // width for column in range(width + 1)]
-    columns = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(columns), max(columns)
-    rows = [round((high - value) / (high - low or 1.0) * (height - 1)) for value in columns]
-    labels = {0: f"{high:.2f}", height - 1: f"{low:.2f}"}
-    margin = max(map(len, labels.values()))
-    lines = []
-    for row in range(height):
-        points = "".join("*" if at == row else " " for at in rows)
-        lines.append(f"{labels.get(row, ''):>{margin}} | {points.rstrip()}")
-    lines.append(f"{'':>{margin}} +-{'-' * width}")
-    ends = f"step 1 {len(values):>{max(width - 7, 0)}}"
-    lines.append(f"{'':>{margin}}   {ends}")
-    return lines
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

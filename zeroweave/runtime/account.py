@@ -35,6 +35,9 @@ class Account:
         """gradients that backwards have added to local sums themselves"""
         self.shard: torch.Tensor | None = None
         """[numel / world] the reduced gradient of the window"""
+        self._counted = 0
+        self._near: torch.Tensor | None = None
+        """[numel / group] of a replicated bucket what was reduced inside and not yet across replicas"""
         self.dtype = torch.promote_types(accumulate_dtype, bucket.dtype)
         """in which gradients add up: never narrower than they are themselves"""
         self.reset()
@@ -60,6 +63,7 @@ class Account:
         """[numel] the sum of backwards that did not reduce, laid out like the flat"""
         self._sums: list[torch.Tensor] = []
         """its slots"""
+        self._near = None
         self._keep(None)
         self.had_gradient: set[int] = set()
         """slots"""
@@ -210,7 +214,22 @@ class Account:
         return parts
 
     def settle(self, result: torch.Tensor) -> None:
-        """The window's first result is its gradient; later ones are added."""
+        """The window's first result is its gradient; later ones are added. Of a replicated bucket its near sum is."""
+        if self.bucket.layout.replicas == 1:
+            self.arrive(result)
+        else:
+            with torch.no_grad():
+                self._near = result if self._near is None else self._near.to(self.dtype).add_(result)
+            self._count()
+
+    def take_near(self) -> torch.Tensor | None:
+        """Hands the near sum over, to be reduced across replicas, and forgets it; None: there is none."""
+        near, self._near = self._near, None
+        self._count()
+        return near
+
+    def arrive(self, result: torch.Tensor) -> None:
+        """A result [numel / world] is the gradient, or is added to it."""
         if self.shard is None:
             self._keep(result)
         else:
@@ -239,8 +258,12 @@ class Account:
 
     def _keep(self, shard: torch.Tensor | None) -> None:
         """It is the settled gradient from now on."""
-        before, self.shard = self.shard, shard
-        self._shards.add((0 if shard is None else shard.nbytes) - (0 if before is None else before.nbytes))
+        self.shard = shard
+        self._count()
+
+    def _count(self) -> None:
+        before, self._counted = self._counted, sum(each.nbytes for each in (self.shard, self._near) if each is not None)
+        self._shards.add(self._counted - before)
 
     def multiply(self, factor: torch.Tensor) -> None:
         """Multiplies the settled gradient by a 0-dim tensor."""

@@ -21,6 +21,7 @@ from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
 from zeroweave.parameters.stub import Hooks
 from zeroweave.runtime.flat import Flat
+from zeroweave.runtime.near_shard import NearShard
 from zeroweave.runtime.shard import Shard
 from zeroweave.schedule.build import Schedule
 
@@ -62,7 +63,11 @@ class Bucket(Flat):
         """
         self.home = home
         own = home.source if home.can_be_flat(layout.world) else None
-        super().__init__(layout, dtype, device, home.gatherer, lambda: home.source, flats, own)
+        self.near: NearShard | None = None
+        """what the ranks of a replica gather from; None: the bucket is not replicated"""
+        if layout.replicas > 1:
+            self.near = NearShard(layout, dtype, transport, home.gatherer, lambda: home.source)
+        super().__init__(layout, dtype, device, self.near or home.gatherer, lambda: home.source, flats, own)
         self.rank = layout.place(transport.rank)
         """this rank's place in the bucket's sharding group"""
         self.number = layout.number(transport.rank)
@@ -104,7 +109,18 @@ class Bucket(Flat):
 
     def put(self, values: torch.Tensor) -> None:
         """Overwrites the shard by values on the device, which nobody writes any more."""
+        self.still()
         self.home.put(values)
+
+    def gather_across(self) -> None:
+        """Starts to bring the shards' values to all replicas, if they have changed. Collective."""
+        if self.near is not None:
+            self.near.start()
+
+    def still(self) -> None:
+        """The shard may be written: no gather across replicas reads it."""
+        if self.near is not None:
+            self.near.wait()
 
     def part(self) -> None:
         """The program may write the flat. Until `unite`, `values` are those of now, even if it is the shard."""
@@ -206,6 +222,8 @@ class Bucket(Flat):
 
     def renew(self) -> None:
         """The shard was written: whatever was saved for a backward before, or kept, is out of date."""
+        if self.near is not None:
+            self.near.expire()
         for index in self.referenced():
             self.real[index] = self._retire(self.layout.slots[index].name, self.real[index])
         increment_version(self.real)

@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from zeroweave.schedule import End, Instruction, Reduce, Reload, Reshard, Run, Stage, Unshard, Update, Wait
+from zeroweave.schedule import (
+    End,
+    Instruction,
+    Reduce,
+    ReduceAcross,
+    Reload,
+    Reshard,
+    Run,
+    Stage,
+    Unshard,
+    Update,
+    Wait,
+)
 
 _EVENTS: Final = (Run, End, Reduce, Update)
-_AT_ONCE: Final = (Unshard, Reshard, Reload, Stage)
+_AT_ONCE: Final = (Unshard, Reshard, Reload, Stage, ReduceAcross)
 """Instructions that wait for nothing."""
 
 

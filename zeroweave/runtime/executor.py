@@ -16,9 +16,11 @@ from zeroweave.runtime.transfers import Snapshot
 from zeroweave.schedule.instructions import (
     End,
     Free,
+    GatherAcross,
     Instruction,
     Offload,
     Reduce,
+    ReduceAcross,
     Release,
     Reload,
     Reshard,
@@ -118,6 +120,10 @@ class Executor:
                         self._gradients.issue(bucket)
                     case Settle(bucket):
                         self._gradients.reductions.settle(bucket)
+                    case ReduceAcross(bucket):
+                        self._gradients.cross(bucket)
+                    case GatherAcross(bucket):
+                        self._buckets[bucket].gather_across()
                     case Stage(bucket):
                         self.staging.start(bucket)
                     case Free():
@@ -156,6 +162,7 @@ class Executor:
         buckets = [instruction.bucket for instruction in instructions]
         for bucket in buckets:
             self.staging.arrive(bucket)
+            self._buckets[bucket].still()
         update(buckets)
 
     def drop_holds(self) -> None:

@@ -42,6 +42,8 @@ class Gradients:
         self.settled = Gauge()
         """bytes of the gradient shards"""
         self._accounts = {b.id: Account(b, accumulate_dtype, self.settled, lend) for b in buckets if b.layout.trainable}
+        self.replicated = tuple(sorted(b.id for b in buckets if b.layout.trainable and b.layout.replicas > 1))
+        """buckets that are reduced across replicas too"""
         self._targets: dict[int, torch.Tensor] = {}
         """bucket id -> where its results go; empty unless they are kept from set-up on, to measure what that costs"""
         if keep_targets:
@@ -168,10 +170,24 @@ class Gradients:
         """
         account = self._accounts[bucket_id]
         bucket, like = account.bucket, account.bucket.flat
-        out = self._targets.get(bucket_id) if account.shard is None else None
+        layout = bucket.layout.inside
+        out = self._targets.get(bucket_id) if account.shard is None and layout is bucket.layout else None
         if self.unreduced:
             like, out = torch.empty(0, dtype=account.dtype, device=bucket.device), None
-        self.reductions.start(bucket_id, account.issue(), bucket.layout, like, account.settle, out=out)
+        self.reductions.start(bucket_id, account.issue(), layout, like, account.settle, out=out)
+
+    def cross(self, bucket_id: int) -> None:
+        """Starts the reduction across replicas of what has settled inside; nothing to do where there is none."""
+        account = self._accounts[bucket_id]
+        if (near := account.take_near()) is not None:
+            self.reductions.start(bucket_id, near, account.bucket.layout.across, near, account.arrive)
+
+    def settle_all(self) -> None:
+        """The window's gradients are complete: all reductions are settled, inside and across replicas. Collective."""
+        self.reductions.settle_all()
+        for bucket_id in self.replicated:
+            self.cross(bucket_id)
+        self.reductions.settle_all()
 
     # ------------------------------------------------------------------ backward and window
     def unissued(self) -> tuple[int, ...]:

@@ -26,11 +26,13 @@ from zeroweave.schedule.instructions import (
     End,
     Entered,
     Free,
+    GatherAcross,
     Instruction,
     Left,
     Micro,
     Ready,
     Reduce,
+    ReduceAcross,
     Reshard,
     Run,
     Settle,
@@ -249,7 +251,10 @@ class Replay:
                 self._execute(Free())
             order = self.update_order(updates)
             self._execute(*map(Settle, self._gradients.reductions.in_flight))  # the first update allocates
+            across = self._gradients.replicated
+            self._execute(*map(ReduceAcross, across), *map(Settle, across))
             self.executor.finish(map(Update, order), update)
+            self._execute(*map(GatherAcross, across))
             self.executor.drop_holds()
 
     def clear(self) -> None:

@@ -29,6 +29,7 @@ from zeroweave.schedule.instructions import End as End
 from zeroweave.schedule.instructions import Entered as Entered
 from zeroweave.schedule.instructions import Event as Event
 from zeroweave.schedule.instructions import Free as Free
+from zeroweave.schedule.instructions import GatherAcross as GatherAcross
 from zeroweave.schedule.instructions import Instruction as Instruction
 from zeroweave.schedule.instructions import Left as Left
 from zeroweave.schedule.instructions import Micro as Micro
@@ -37,6 +38,7 @@ from zeroweave.schedule.instructions import Offload as Offload
 from zeroweave.schedule.instructions import Phase as Phase
 from zeroweave.schedule.instructions import Ready as Ready
 from zeroweave.schedule.instructions import Reduce as Reduce
+from zeroweave.schedule.instructions import ReduceAcross as ReduceAcross
 from zeroweave.schedule.instructions import Release as Release
 from zeroweave.schedule.instructions import Reload as Reload
 from zeroweave.schedule.instructions import Reshard as Reshard

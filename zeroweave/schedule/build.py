@@ -22,6 +22,7 @@ from zeroweave.schedule.instructions import (
     Entered,
     Event,
     Free,
+    GatherAcross,
     Instruction,
     Left,
     Micro,
@@ -29,6 +30,7 @@ from zeroweave.schedule.instructions import (
     Prepares,
     Ready,
     Reduce,
+    ReduceAcross,
     Release,
     Reload,
     Reshard,
@@ -233,7 +235,7 @@ class Schedule:
 
     @cached_property
     def producers(self) -> dict[int, int]:
-        """By the index of each ``Wait`` and ``Settle``: that of the ``Unshard`` or ``Reduce`` which it waits for.
+        """By the index of each ``Wait`` and ``Settle``: that of the instruction that started what it waits for.
 
         A ``Wait`` for what stays from the step before has none.
         """
@@ -246,11 +248,17 @@ class Schedule:
                     gathers[bucket] = index
                 case Wait(bucket) if bucket in gathers:
                     found[index] = gathers[bucket]
-                case Reduce(bucket):
+                case Reduce(bucket) | ReduceAcross(bucket):
                     flying.setdefault(bucket, deque()).append(index)
                 case Settle(bucket):
                     found[index] = flying[bucket].popleft()
         return found
+
+    @cached_property
+    def reductions(self) -> dict[int, int]:
+        """By the index of each ``Settle`` of a ``Reduce``: that of the latter."""
+        pairs = self.producers.items()
+        return {settle: index for settle, index in pairs if isinstance(self.instructions[index], Reduce)}
 
     @cached_property
     def reduce_order(self) -> tuple[int, ...]:
@@ -316,6 +324,8 @@ class Schedule:
         words += [f"{facts.keep if facts.keep == 'auto' else sorted(facts.keep)} {facts.memory}"]
         words += ["activations are moved to host memory"] * facts.offload
         words += ["buckets are staged for checkpoints"] * facts.stage
+        across = (each for each in self.instructions if isinstance(each, ReduceAcross | GatherAcross))
+        words += [f"{type(each).__name__} {facts.name(each.bucket)}" for each in across]
         words += [f"{facts.name(bucket)} stays gathered" for bucket in sorted(self.stays)]
         words += [f"{facts.name(bucket)} lies in place {place}" for bucket, place in sorted(self.places.items())]
         words += [f"{facts.name(bucket)} is gathered by copy engine" for bucket in sorted(facts.copied)]
@@ -330,7 +340,8 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     skip a branch gather the same. Left: ``Reshard`` what is not kept. Ready: ``Settle`` the oldest reductions
     until one more fits (``depth``, and none of this bucket in flight), ``Reduce``. At the end the
     rest settles, every reduced bucket is updated in the order of its last ``Settle``, and the kept buckets are
-    dropped, but for those that no update changes.
+    dropped, but for those that no update changes. A replicated bucket: behind its last ``Settle`` ``ReduceAcross``, one
+    more ``Settle`` before its update, and behind all updates ``GatherAcross``, in the order of first use.
 
     Raises ScheduleError for a record that no schedule can fit: calls left and not entered or the reverse,
     unknown buckets, gradients of a bucket that is not trainable.
@@ -340,7 +351,9 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     open_calls: dict[Call, list[tuple[int, ...]]] = {}
     kept: dict[int, None] = {}  # kept buckets that are unsharded, in that order
     in_flight: deque[int] = deque()
+    crossing: list[int] = []
     settled: dict[int, None] = {}  # in the order of each bucket's last Settle
+    left = Counter(event.bucket for event in record if isinstance(event, Ready))  # reductions still to be settled
     used = {bucket for event in record if isinstance(event, Entered) for bucket in event.uses}
     unused = sorted(facts.kept_by_stage - used)  # kept, used by no call, not yet unsharded
     at_once = len(facts.kept_by_stage) < len(facts.by_id)  # at stage 3: ranks may use these in calls of their own
@@ -356,6 +369,10 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
         out.append(Settle(bucket))
         settled.pop(bucket, None)
         settled[bucket] = None
+        left[bucket] -= 1
+        if bucket in facts.replicated and not left[bucket]:
+            out.append(ReduceAcross(bucket))
+            crossing.append(bucket)
         return bucket
 
     for index, event in enumerate(record):
@@ -385,7 +402,7 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
                 in_flight.append(bucket)
     unshard(unused)
 
-    if facts.update_by_bucket:
+    if facts.update_by_bucket and not facts.replicated:
         # What has settled is updated first: it hides the reductions still in flight.
         out.extend(Update(bucket) for bucket in settled if bucket not in in_flight)
         while in_flight:
@@ -393,6 +410,12 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     else:
         while in_flight:
             settle()
-        out.extend(map(Update, settled))
+        for bucket in settled if facts.update_by_bucket else ():
+            out += [Settle(bucket), Update(bucket)]
+        if not facts.update_by_bucket:
+            out.extend(map(Settle, crossing))
+            out.extend(map(Update, settled))
+    by_use = [bucket for event in record if isinstance(event, Entered) for bucket in event.uses]
+    out.extend(GatherAcross(bucket) for bucket in dict.fromkeys((*by_use, *settled)) if bucket in facts.replicated)
     out.extend(Reshard(bucket) for bucket in kept if facts.by_id[bucket].trainable)
     return Schedule(tuple(out), tuple(record), facts)

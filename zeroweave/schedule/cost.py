@@ -87,8 +87,7 @@ def reductions(schedule: Schedule) -> list[tuple[int, int]]:
     """The event, by its number, of each ``Reduce``, and the index of the ``Settle`` that makes its result usable."""
     events = accumulate(map(is_event, schedule.instructions))
     number = [event - 1 for event in events]
-    settles = (index for index in schedule.producers if isinstance(schedule.instructions[index], Settle))
-    return [(number[schedule.producers[index]], index) for index in settles]
+    return [(number[reduction], index) for index, reduction in schedule.reductions.items()]
 
 
 def held_by_reductions(schedule: Schedule, held: Sequence[int]) -> list[int]:
@@ -110,11 +109,12 @@ def flats_of(schedule: Schedule) -> list[int]:
     """After each instruction, bytes of flats and gradient flats."""
     sizes, now = schedule.facts.sizes, 0  # of gradient flats
     memory: list[int] = []
-    for instruction, gathered in zip(schedule.instructions, gathered_of(schedule, sizes), strict=True):
+    pairs = zip(schedule.instructions, gathered_of(schedule, sizes), strict=True)
+    for index, (instruction, gathered) in enumerate(pairs):
         match instruction:
             case Reduce(bucket):
                 now += sizes[bucket]
-            case Settle(bucket):
+            case Settle(bucket) if index in schedule.reductions:
                 now -= sizes[bucket]
         memory.append(gathered + now)
     return memory
@@ -169,7 +169,7 @@ def collective_seconds(schedule: Schedule, index: int, costs: Costs) -> float:
 def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     """Plays a schedule on three lanes: the compute stream, the collectives in the order of their issue, and copies.
 
-    Gathers by copy engine have a lane of their own.
+    Gathers by copy engine have a lane of their own. Collectives across sharding groups take no time.
 
     A collective starts when everything issued to the compute stream before it is done (its storage may have
     been in use until then) and the collective before it is; ``Wait`` and ``Settle`` hold the compute stream
@@ -221,7 +221,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
             case Unshard() if index in schedule.gathers:
                 send(index)
             case Wait() | Settle():
-                if (producer := schedule.producers.get(index)) is not None:
+                if (producer := schedule.producers.get(index)) in over:
                     now = wait(index, over[producer])
             case Run() | End() | Reduce():
                 if isinstance(instruction, Reduce):

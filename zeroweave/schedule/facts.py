@@ -169,6 +169,7 @@ class Facts:
     placed: buckets that are gathered at a fixed address, each in a place of its own or one that it shares with others
     that are gathered at other times (see places.py).
     copied: those of them that copy engines gather.
+    replicated: trainable buckets that several sharding groups have: reduced and gathered across groups once a step.
     memory: bytes of flats, reductions in flight and activations that "auto" may reach; None: what the schedule with
     prefetch 1 reaches, and the largest bucket more.
     costs: what was measured; None before.
@@ -185,6 +186,7 @@ class Facts:
     keep: Annotated[frozenset[int] | Literal["auto"], Field(alias=IN_FILES["keep"])] = frozenset()
     placed: frozenset[int] = frozenset()
     copied: frozenset[int] = frozenset()
+    replicated: frozenset[int] = frozenset()
     memory: int | None = None
     costs: Costs | None = None
 
@@ -197,6 +199,7 @@ class Facts:
             ("keep", chosen),
             ("placed", self.placed),
             ("copied", self.copied),
+            ("replicated", self.replicated),
         ):
             if unknown := sorted(set(ids) - self.by_id.keys()):
                 raise ScheduleError(f"{name} names unknown buckets: {unknown}")

@@ -11,7 +11,19 @@ from typing import Literal, TypeAlias
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import collective_seconds, is_event
 from zeroweave.schedule.facts import Costs, Kind
-from zeroweave.schedule.instructions import Call, End, Reduce, Reshard, Run, Settle, Unshard, Update, Wait
+from zeroweave.schedule.instructions import (
+    Call,
+    End,
+    GatherAcross,
+    Reduce,
+    ReduceAcross,
+    Reshard,
+    Run,
+    Settle,
+    Unshard,
+    Update,
+    Wait,
+)
 
 Reason: TypeAlias = Literal["compute", "values", "gradient", "storage", "lane"]
 """compute: the order of the record. values: a call needs its bucket
@@ -121,6 +133,10 @@ def dependencies(schedule: Schedule) -> Graph:
             case Settle(bucket):
                 edge(schedule.producers[index], index, "gradient")
                 settled[bucket] = index
+            case ReduceAcross(bucket):
+                edge(settled.get(bucket), index, "gradient")
+            case GatherAcross(bucket):
+                edge(updated.get(bucket), index, "values")
             case Update(bucket):
                 edge(settled.get(bucket), index, "gradient")
                 edge(event, index, "compute")

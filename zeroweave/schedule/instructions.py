@@ -3,15 +3,17 @@
 Buckets are named by their integer ids. Everything here is frozen and hashable and knows no torch.
 
 Instructions
-    ``Unshard`` takes a hold on a bucket; the first hold starts the all-gather. ``Wait`` makes the gathered
-    values usable. ``Run`` starts a call, which reads the buckets in ``uses`` until it ends. ``Reshard`` drops
-    a hold; the storage goes with the last one. ``Reduce`` starts the reduce-scatter of a bucket's gradients,
-    ``Settle`` copies or adds its result into the gradient shard, ``Update`` runs the optimizer on the
-    bucket's fragments. ``Free`` lets go of the activations that no backward has used up. ``Offload``
-    starts to copy what a forward call has saved into host memory, ``Release`` waits for that copy and gives the device
-    memory back, ``Reload`` starts to bring it back. The call is the ``number``-th of the step's equal ones,
-    from 0. ``Stage`` starts to copy what a checkpoint wants of a bucket into host memory, before an ``Update`` writes
-    it; while no checkpoint is being saved it does nothing.
+    ``Unshard`` takes a hold on a bucket; the first hold starts the all-gather. ``Wait`` makes the gathered values
+    usable. ``Run`` starts a call, which reads the buckets in ``uses`` until it ends. ``Reshard`` drops a hold; the
+    storage goes with the last one. ``Reduce`` starts the reduce-scatter of a bucket's gradients, ``Settle`` copies
+    or adds its result into the gradient shard, ``Update`` runs the optimizer on the bucket's fragments. Where a
+    bucket is replicated, ``Reduce`` and ``Unshard`` stay inside a sharding group: ``ReduceAcross`` starts the
+    reduction of the window's sum across groups, which a ``Settle`` of its own makes usable, and ``GatherAcross``
+    brings what an ``Update`` has changed to all groups. ``Free`` lets go of the activations that no backward has
+    used up. ``Offload`` starts to copy what a forward call has saved into host memory, ``Release`` waits for that
+    copy and gives the device memory back, ``Reload`` starts to bring it back. The call is the ``number``-th of the
+    step's equal ones, from 0. ``Stage`` starts to copy what a checkpoint wants of a bucket into host memory, before
+    an ``Update`` writes it; while no checkpoint is being saved it does nothing.
 
 Ends of calls
     ``Run`` marks a call's start and, where nothing happens inside the call, also its end. ``End`` is there
@@ -80,6 +82,16 @@ class Settle:
 
 
 @dataclass(frozen=True, slots=True)
+class ReduceAcross:
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class GatherAcross:
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     bucket: int
 
@@ -113,7 +125,21 @@ class Stage:
 
 
 Instruction: TypeAlias = (
-    Unshard | Wait | Run | End | Reshard | Reduce | Settle | Update | Free | Offload | Release | Reload | Stage
+    Unshard
+    | Wait
+    | Run
+    | End
+    | Reshard
+    | Reduce
+    | Settle
+    | ReduceAcross
+    | GatherAcross
+    | Update
+    | Free
+    | Offload
+    | Release
+    | Reload
+    | Stage
 )
 
 

@@ -12,9 +12,11 @@ from zeroweave.schedule.instructions import (
     End,
     Event,
     Free,
+    GatherAcross,
     Instruction,
     Offload,
     Reduce,
+    ReduceAcross,
     Release,
     Reload,
     Reshard,
@@ -69,7 +71,9 @@ def verify(schedule: Listing) -> None:
     else is there while it is gathered. Gradients: only trainable buckets are reduced, each at
     least once; every reduction is settled before the bucket's next and before its update; at most ``depth`` are in
     flight, as `Facts.load` counts them, and none at an update unless ``update_by_bucket``; every trainable bucket is
-    updated exactly once, and after the first update nothing is run, reduced or gathered.
+    updated exactly once, and after the first update nothing is run, reduced or gathered. Replicated buckets: reduced
+    across groups once, when all of the window has settled, settled before the update, and gathered across groups once,
+    behind all updates.
     Activations: freed once at most, where ``free`` asks for it, after the last call, and the same holds after that.
     Moved, where ``offload`` asks for it, after the call and once: out, gone, and on the way back before the last event
     in front of their need. Checkpoints:
@@ -119,6 +123,8 @@ class _State:
         self.waited: set[int] = set()
         self.reduced: set[int] = set()
         self.in_flight: set[int] = set()
+        self.crossed: dict[int, bool] = {}  # replicated buckets -> is the reduction across groups settled?
+        self.spread: set[int] = set()  # buckets that were gathered across groups
         self.updated: set[int] = set()
         self.staged: set[int] = set()
         self.freed = False
@@ -129,7 +135,8 @@ class _State:
         buckets = self._buckets(instruction)
         if unknown := [bucket for bucket in buckets if bucket not in self.facts.by_id]:
             raise ScheduleError(f"unknown bucket {unknown[0]}")
-        if (self.updated or self.freed) and not isinstance(instruction, Settle | Update | Reshard):
+        behind = Settle | ReduceAcross | Update | GatherAcross | Reshard
+        if (self.updated or self.freed) and not isinstance(instruction, behind):
             raise ScheduleError(f"the step is over: {'an Update' if self.updated else 'a Free'} has come before it")
         if isinstance(instruction, Run | End | Reduce):
             self.moves.event()
@@ -152,9 +159,16 @@ class _State:
             case Reduce(bucket):
                 self._reduce(bucket)
             case Settle(bucket):
-                if bucket not in self.in_flight:
+                if bucket in self.in_flight:
+                    self.in_flight.remove(bucket)
+                elif self.crossed.get(bucket) is False:
+                    self.crossed[bucket] = True
+                else:
                     raise ScheduleError("settled without a reduction in flight")
-                self.in_flight.remove(bucket)
+            case ReduceAcross(bucket):
+                self._reduce_across(bucket)
+            case GatherAcross(bucket):
+                self._gather_across(bucket)
             case Update(bucket):
                 self._update(bucket)
             case Stage(bucket):
@@ -225,19 +239,41 @@ class _State:
             raise ScheduleError("the bucket is not trainable")
         if bucket in self.in_flight:
             raise ScheduleError("reduced again before the last reduction was settled")
+        if bucket in self.crossed:
+            raise ScheduleError("reduced behind the reduction across groups, which would lack it")
         if self.facts.load((*self.in_flight, bucket)) > self.facts.depth:
             raise ScheduleError(f"more than {self.facts.depth} reductions in flight, beside slight ones")
         self.in_flight.add(bucket)
         self.reduced.add(bucket)
+
+    def _reduce_across(self, bucket: int) -> None:
+        if bucket not in self.facts.replicated:
+            raise ScheduleError("the bucket is not replicated")
+        if bucket in self.crossed:
+            raise ScheduleError("reduced across groups twice")
+        if bucket not in self.reduced or bucket in self.in_flight:
+            raise ScheduleError("reduced across groups before what was reduced inside was settled")
+        self.crossed[bucket] = False
+
+    def _gather_across(self, bucket: int) -> None:
+        if bucket not in self.facts.replicated:
+            raise ScheduleError("the bucket is not replicated")
+        if bucket not in self.updated:
+            raise ScheduleError("gathered across groups before its update")
+        if bucket in self.spread:
+            raise ScheduleError("gathered across groups twice")
+        self.spread.add(bucket)
 
     def _update(self, bucket: int) -> None:
         if bucket in self.updated:
             raise ScheduleError("updated twice")
         if bucket not in self.reduced:
             raise ScheduleError("updated but never reduced")
-        if bucket in self.in_flight:
+        if bucket in self.in_flight or (bucket in self.facts.replicated and not self.crossed.get(bucket)):
             raise ScheduleError("updated before its reduction was settled")
-        if self.in_flight and not self.facts.update_by_bucket:
+        if self.spread:
+            raise ScheduleError("updated behind a gather across groups, which may wait for the update")
+        if (self.in_flight or not all(self.crossed.values())) and not self.facts.update_by_bucket:
             raise ScheduleError("updated before all reductions were settled, and buckets are not updated one by one")
         self.updated.add(bucket)
 
@@ -253,6 +289,8 @@ class _State:
                 raise ScheduleError(f"a reduction of {bucket.name} was never settled: its gradient is lost")
             if bucket.trainable and bucket.id not in self.reduced:
                 raise ScheduleError(f"{bucket.name} was never reduced: its gradient is lost")
+            if bucket.id in self.facts.replicated and bucket.id not in self.spread:
+                raise ScheduleError(f"{bucket.name} was never gathered across groups")
             if bucket.trainable and bucket.id not in self.updated:
                 raise ScheduleError(f"{bucket.name} was never updated")
             if self.facts.stage and bucket.id not in self.staged:

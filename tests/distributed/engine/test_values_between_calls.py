@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.engine import test_gradients as gradients
-from tests.engine import test_values as values
+from tests.engine import test_parameter_access as values
 from tests.support.harness import Pools
 from tests.support.marks import daily
 

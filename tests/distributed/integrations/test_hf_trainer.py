@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.distributed.integrations import trainers
 from tests.distributed.integrations.test_hf_trainer_steps import side_by_side
 from tests.distributed.integrations.trainers import apart, config, equal, launched, logged, ours, theirs, weights, whole
 from tests.support.harness import Pools
+from zeroweave.eager import chunked_loss
 
 pytestmark = pytest.mark.matrix
 
@@ -82,6 +84,32 @@ def test_bfloat16_is_the_librarys_autocast(pools: Pools, tmp_path: Path) -> None
         assert evaluated[0] == evaluations[0]
         for library, sharded in rest:
             assert sharded == pytest.approx(library, rel=1e-5)
+
+
+def in_chunks(folder: str, stage: int, more: dict[str, Any]) -> tuple[float, list[list[float]]]:
+    """How far the parameters are from the library's with whole logits, and losses of training and evaluation."""
+    five_tokens = mock.patch.object(chunked_loss, "BYTES", 5 * 4 * trainers.SIZES["vocab_size"])
+    with launched(folder), five_tokens:
+        library = theirs(eval_strategy="steps", **more)
+        library.train()
+        sharded = ours({**config(stage, "aot_eager"), "loss": "chunked"}, eval_strategy="steps", **more)
+        sharded.train()
+        assert sharded.predict(trainers.Sentences(4)).predictions.shape[-1] == trainers.SIZES["vocab_size"]
+        found = apart(whole(sharded), library.model.state_dict())
+        sharded.engine.destroy()
+        return found, [logged(run, "loss", "eval_loss") for run in (library, sharded)]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_loss_in_chunks_trains_as_the_librarys(pools: Pools, tmp_path: Path, stage: int) -> None:
+    """Three micro-steps of sentences that have different numbers of labels, all of which count the same."""
+    for found, (library, sharded) in pools(2).run(in_chunks, str(tmp_path), stage, {}):
+        assert found <= 1e-6 and sharded == pytest.approx(library, rel=1e-5, abs=1.01e-4)
+
+
+def test_a_loss_in_chunks_under_autocast(pools: Pools, tmp_path: Path) -> None:
+    for _, (library, sharded) in pools(2).run(in_chunks, str(tmp_path), 3, {"bf16": True, "max_steps": 5}):
+        assert len(sharded) == 6 and sharded == pytest.approx(library, rel=1e-3)
 
 
 class Applied(transformers.TrainerCallback):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.support.harness import Pools
 from zeroweave.plan.calibrate import measure
-from zeroweave.plan.calibration import Calibration
+from zeroweave.plan.hardware import Calibration
 
 ALONE = {"matmul", "attention", "memory"}
 

@@ -3,7 +3,7 @@
 Tensors, by name (NAME: a parameter's key in state dicts; R: a rank):
 
     param/NAME           the parameter, the float32 master where there is one
-    state/NAME/KEY       what the optimizer keeps of each element, such as "exp_avg"; KEY: see `fitting.quoted`
+    state/NAME/KEY       what the optimizer keeps of each element, such as "exp_avg"; KEY: see `compatibility.quoted`
     buffer/NAME          a persistent buffer of rank 0, and of all ranks that have no other
     rank/R/buffer/NAME   that of rank R, where it is another
     client/N             the N-th tensor of what the program hands in that is too large for a value

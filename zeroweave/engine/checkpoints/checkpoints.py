@@ -14,21 +14,21 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from zeroweave.checkpoint import random_numbers
-from zeroweave.checkpoint.background import Background
+from zeroweave.checkpoint.async_save import AsyncSave
+from zeroweave.checkpoint.compatibility import Compatibility
 from zeroweave.checkpoint.export import CONFIGS, cast, export
 from zeroweave.checkpoint.files import Part
-from zeroweave.checkpoint.fitting import Fitting
 from zeroweave.checkpoint.folder import Folder
 from zeroweave.checkpoint.reader import opened
 from zeroweave.checkpoint.writer import Saving, words
 from zeroweave.comm import rounding
 from zeroweave.engine.checkpoints.loaded import Loaded
 from zeroweave.engine.checkpoints.saved import Saved
-from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.context import EngineContext
+from zeroweave.engine.parameter_access import ParameterAccess
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.state_dict import listed, stream
 from zeroweave.engine.step import OptimizerStep
-from zeroweave.engine.values import Values
 from zeroweave.engine.window import Window
 from zeroweave.errors import CheckpointError, EngineError
 from zeroweave.notices import warn
@@ -48,11 +48,11 @@ class Checkpoints:
 
     def __init__(
         self,
-        parts: EngineParts,
+        parts: EngineContext,
         window: Window,
         step: OptimizerStep,
         scheduler: Scheduler,
-        values: Values,
+        values: ParameterAccess,
         signals: Signals,
         faults: Faults,
     ) -> None:
@@ -60,7 +60,7 @@ class Checkpoints:
         self._values, self._signals, self._faults = values, signals, faults
         self._scheduler, self._staging = scheduler, parts.runtime.replay.executor.staging
         self._saved, self._loaded = Saved(parts, window, step, faults), Loaded(parts, window, step)
-        self._background: Background | None = None
+        self._async_save: AsyncSave | None = None
         """the save that goes on while steps run"""
         self._client_state: Callable[[], Plain] = dict
         self._data: Any = None
@@ -94,7 +94,7 @@ class Checkpoints:
             folder = self._faults.before(folder, "publish", "publish")
             saving = Saving(folder, tag, step, stage, content, self._control, keep)
             if asynchronous:
-                self._background = Background(saving, self._staging, self._control, str(folder.path / saving.tag))
+                self._async_save = AsyncSave(saving, self._staging, self._control, str(folder.path / saving.tag))
                 if not staged:  # nothing else would begin copies before the updates
                     self._staging.start_all()
             else:
@@ -102,7 +102,7 @@ class Checkpoints:
             return saving.tag
 
     def _stages(self) -> bool:
-        """Will the next window begin copies for a save? It is told to if it can be. Collective."""
+        """Has the next window begin copies for a save. True if it will. Collective."""
         if not self._parts.between_windows:
             return False
         if not self._scheduler.settings.stage:
@@ -116,17 +116,17 @@ class Checkpoints:
 
     def close(self) -> None:
         """As `finish`, where the engine ends: what has failed is raised when all else has ended."""
-        if self._background is not None:
+        if self._async_save is not None:
             self._parts.guard.meet()
         if (failure := self._advance(wait=True)) is not None:
             self._parts.ends.callback(_raise, failure)
 
     def _advance(self, wait: bool) -> CheckpointError | None:
         """A save beside the steps goes on as far as it can, or if the ranks `wait`, to its end. Why it has failed."""
-        background, self._background = self._background, None
+        background, self._async_save = self._async_save, None
         try:
             if background is not None and not background.advance(wait):
-                self._background = background
+                self._async_save = background
         except CheckpointError as error:
             return error
         return None
@@ -139,7 +139,7 @@ class Checkpoints:
         if self._parts.transport.skips:
             return
         signals, failure = self._signals.take() if boundary else frozenset(), None
-        if self._background is not None:
+        if self._async_save is not None:
             with self._parts.guard("step"):
                 failure = self._advance(wait=bool(signals))
         if signals:
@@ -168,16 +168,17 @@ class Checkpoints:
             if missing_ok and self._control.broadcast_object(folder.empty, label="whether there is a checkpoint"):
                 return {}
             with opened(folder, tag, self._control) as reader:
-                fitting = Fitting(reader.manifest, self._loaded.wanted(), strict)
-                fitting.check(self._control)
-                client = fitting.client(reader)  # first: there may be no memory for it, and then nothing has changed
+                compatibility = Compatibility(reader.manifest, self._loaded.wanted(), strict)
+                compatibility.check(self._control)
+                # First: there may be no memory for it, and then nothing has changed.
+                client = compatibility.client(reader)
                 if data is not None:  # it may refuse, too
-                    _take_position(data, fitting.data(self._control.rank, self._control.world))
-                self._loaded.load_extra(fitting)
-                if (numbers := fitting.values.get(f"rank/{self._control.rank}/random")) is not None:
+                    _take_position(data, compatibility.data(self._control.rank, self._control.world))
+                self._loaded.load_extra(compatibility)
+                if (numbers := compatibility.values.get(f"rank/{self._control.rank}/random")) is not None:
                     random_numbers.restore(numbers, self._parts.device)
                 with self._values.rewriting("load()"):
-                    self._loaded.load(reader, fitting)
+                    self._loaded.load(reader, compatibility)
             return client
 
     def export(self, path: StrPath, dtype: torch.dtype | None, shard_bytes: int) -> None:

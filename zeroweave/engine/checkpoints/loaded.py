@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from zeroweave.checkpoint.fitting import Fitting, Wanted, quoted
+from zeroweave.checkpoint.compatibility import Compatibility, Wanted, quoted
 from zeroweave.checkpoint.reader import Reader
-from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.context import EngineContext
 from zeroweave.engine.state_dict import extra_states, names_of, persistent_buffers
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.window import Window
@@ -22,7 +22,7 @@ from zeroweave.runtime.bucket import Bucket
 class Loaded:
     """Puts a checkpoint, by the names of this package, into one engine."""
 
-    def __init__(self, parts: EngineParts, window: Window, step: OptimizerStep) -> None:
+    def __init__(self, parts: EngineContext, window: Window, step: OptimizerStep) -> None:
         self._parts, self._runtime, self._control = parts, parts.runtime, parts.control
         self._window, self._step = window, step
 
@@ -54,23 +54,23 @@ class Loaded:
 
         return Wanted(parameters, buffers, told, kind, trained, extra, refused, dtypes, clashes)
 
-    def load_extra(self, fitting: Fitting) -> None:
+    def load_extra(self, compatibility: Compatibility) -> None:
         """Hands the modules their extra state, which they may refuse."""
         modules = extra_states(self._parts.model)
-        for name, state in fitting.extra(self._control.rank).items():
+        for name, state in compatibility.extra(self._control.rank).items():
             if name in modules:
                 modules[name].set_extra_state(state)
 
     @torch.no_grad()
-    def load(self, reader: Reader, fitting: Fitting) -> None:
-        """Takes what fits: see `Fitting.check`."""
-        facts, optimizer, scheduler = fitting.facts, self._parts.optimizer, self._step.lr_scheduler
+    def load(self, reader: Reader, compatibility: Compatibility) -> None:
+        """Takes what fits: see `Compatibility.check`."""
+        facts, optimizer, scheduler = compatibility.facts, self._parts.optimizer, self._step.lr_scheduler
         saved = facts.optimizer
         for bucket in self._runtime.buckets.values():
             self._load_parameters(bucket, reader)
             if bucket.layout.trainable and optimizer is not None and saved is not None:
-                optimizer.replace(bucket.id, self._states(bucket, reader, fitting, optimizer))
-        self._load_buffers(reader, fitting)
+                optimizer.replace(bucket.id, self._states(bucket, reader, compatibility, optimizer))
+        self._load_buffers(reader, compatibility)
         if optimizer is not None and saved is not None:
             for group, mine in zip(saved.groups, optimizer.optimizer.param_groups, strict=True):
                 set_options(mine, group.options)
@@ -91,7 +91,7 @@ class Loaded:
         bucket.renew()
 
     def _states(
-        self, bucket: Bucket, reader: Reader, fitting: Fitting, optimizer: ShardedOptimizer
+        self, bucket: Bucket, reader: Reader, compatibility: Compatibility, optimizer: ShardedOptimizer
     ) -> dict[int, dict[str, Any]]:
         """By slot: what the optimizer is to hold of this rank's fragments of a bucket that the checkpoint has."""
         layout, home = bucket.layout, optimizer.home_of_moments(bucket.id)
@@ -102,19 +102,19 @@ class Loaded:
             if not place.numel or f"param/{name}" not in reader.manifest.tensors:
                 continue
             state = states[index] = {}
-            for key in fitting.cut.get(name, ()):
+            for key in compatibility.cut.get(name, ()):
                 read = reader.read(f"state/{name}/{quoted(key)}", place.offset, place.numel)
                 if (key, read.dtype) not in shards:
                     shards[key, read.dtype] = torch.zeros(layout.shard_numel, dtype=read.dtype, device=home)
                 state[key] = bucket.fragment(shards[key, read.dtype], index).copy_(read)
-            for key, value in fitting.scalars.get(name, {}).items():
+            for key, value in compatibility.scalars.get(name, {}).items():
                 at = optimizer.home_of_scalars(bucket.id, index, key)
                 state[key] = value.to(at, copy=True) if isinstance(value, torch.Tensor) else value
         return states
 
-    def _load_buffers(self, reader: Reader, fitting: Fitting) -> None:
+    def _load_buffers(self, reader: Reader, compatibility: Compatibility) -> None:
         for name, buffer in persistent_buffers(self._parts.model):
-            saved = fitting.buffer(name, self._control.rank)
+            saved = compatibility.buffer(name, self._control.rank)
             if saved in reader.manifest.tensors:
                 buffer.copy_(reader.whole(saved))
 

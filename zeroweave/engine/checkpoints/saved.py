@@ -10,16 +10,16 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from zeroweave.checkpoint import plain, random_numbers
+from zeroweave.checkpoint.compatibility import quoted
 from zeroweave.checkpoint.export import CONFIGS, Model
 from zeroweave.checkpoint.files import Part
-from zeroweave.checkpoint.fitting import quoted
 from zeroweave.checkpoint.manifest import NAMES
 from zeroweave.checkpoint.writer import Content
-from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.context import EngineContext
 from zeroweave.engine.state_dict import extra_states, keys, names_of, persistent_buffers
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.window import Window
-from zeroweave.engine.written import digest
+from zeroweave.engine.write_check import digest
 from zeroweave.errors import EngineError
 from zeroweave.layout import Fragment
 from zeroweave.notices import warn
@@ -51,7 +51,7 @@ class _Portion(NamedTuple):
 class Saved:
     """What one engine has for a checkpoint, by the names of this package."""
 
-    def __init__(self, parts: EngineParts, window: Window, step: OptimizerStep, faults: Faults) -> None:
+    def __init__(self, parts: EngineContext, window: Window, step: OptimizerStep, faults: Faults) -> None:
         self._parts, self._runtime, self._control = parts, parts.runtime, parts.control
         self._window, self._step, self._faults = window, step, faults
 

@@ -11,17 +11,55 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from zeroweave.engine.logs.sinks import Figures, Happened, Sink
-from zeroweave.engine.parts import EngineParts
+from zeroweave.config import Config
+from zeroweave.engine.context import EngineContext
+from zeroweave.engine.logs.sinks import TRACKERS, Figures, Happened, JsonLines, Sink
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.step import OptimizerStep
-from zeroweave.engine.versions import device_name, versions
-from zeroweave.notices import warn
+from zeroweave.errors import ConfigError
+from zeroweave.notices import on_stderr, warn
 from zeroweave.schedule import Schedule, simulate
+
+
+def is_asked_for(config: Config) -> bool:
+    """True if anything goes anywhere."""
+    return config.log_dir is not None or config.log.progress or bool(config.log.to)
+
+
+def refuse_missing(config: Config) -> None:
+    """ConfigError for a library of `log.to` that is not installed."""
+    if missing := [name for name in config.log.to if find_spec(name) is None]:
+        raise ConfigError(f"[ZW107] log.to: not installed: {', '.join(missing)}; pip install {' '.join(missing)}")
+
+
+def sinks_of(config: Config, ends: ExitStack) -> list[Sink]:
+    """The sinks, for rank 0; `ends` closes each. ConfigError where `log_dir` cannot be written."""
+    sinks: list[Sink] = []
+    folder = None if config.log_dir is None else Path(config.log_dir)
+
+    def add(sink: Sink) -> None:
+        sinks.append(sink)
+        ends.callback(sink.close)
+
+    if folder is not None:
+        try:
+            add(JsonLines(folder))
+        except OSError as error:
+            raise ConfigError(f"[ZW107] log_dir {config.log_dir!r} cannot be written: {error}") from error
+    for name in config.log.to:
+        add(TRACKERS[name](folder))
+    if config.log.progress:
+        from zeroweave.engine.logs.terminal import Terminal
+
+        add(Terminal(on_stderr(), config.log.steps))
+    return sinks
 
 
 class _Share(NamedTuple):
@@ -36,7 +74,7 @@ class _Share(NamedTuple):
 class Log:
     """The log of one engine. `sinks`: where it goes; none on ranks other than 0."""
 
-    def __init__(self, parts: EngineParts, scheduler: Scheduler, step: OptimizerStep, sinks: Sequence[Sink]) -> None:
+    def __init__(self, parts: EngineContext, scheduler: Scheduler, step: OptimizerStep, sinks: Sequence[Sink]) -> None:
         self._parts, self._scheduler, self._step, self._sinks = parts, scheduler, step, list(sinks)
         self._every, self._told = parts.config.log.every, False
         self._exposed: tuple[Schedule, float | None] | None = None
@@ -46,14 +84,7 @@ class Log:
         self._steps = self._tokens = 0
         self._losses: list[torch.Tensor] = []
         self._events: list[Happened] = []
-        about = {
-            "model": type(parts.model).__name__,
-            "world": parts.control.world,
-            "device": device_name(parts.device),
-            "gathers": str(parts.gathers),
-            "versions": versions(),
-            "config": parts.config.model_dump(mode="json"),
-        }
+        about = {**parts.described, "gathers": str(parts.gathers)}
         self._to_sinks(lambda sink: sink.begin(about))
 
     def step_ended(self, loss: torch.Tensor | None, tokens: int) -> None:

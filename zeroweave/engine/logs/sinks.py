@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 FILE: Final = "metrics.jsonl"
+_Take = Callable[[dict[str, Any]], object]
 
 
 @dataclass(frozen=True)
@@ -122,70 +123,69 @@ def _finite(value: Any) -> Any:
     return value
 
 
-class TensorBoard(Sink):
-    """Curves and events for TensorBoard, in the folder."""
+class Tracker(Sink):
+    """The curves of a library. Events are not sent.
 
-    name = "TensorBoard"
+    `about` gets what the run is, and `log` the figures, each by name, `zeroweave/step` among them.
+    """
 
-    def __init__(self, folder: Path) -> None:
-        self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
-
-    def begin(self, about: dict[str, Any]) -> None:
-        self._writer.add_text("run", f"```\n{json.dumps(about, indent=2)}\n```")
-
-    def figures(self, figures: Figures) -> None:
-        for name, value in figures.values():
-            self._writer.add_scalar(f"zeroweave/{name}", value, figures.step)
-        self._writer.flush()
-
-    def happened(self, happened: Happened) -> None:
-        self._writer.add_text(f"zeroweave/{happened.kind}", happened.reason, happened.step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WeightsAndBiases(Sink):
-    """Curves in the program's open run of Weights & Biases, or in one of its own. Events are not sent."""
-
-    name = "Weights & Biases"
-
-    def __init__(self, folder: Path | None) -> None:
-        wandb = import_module("wandb")
-        self._own = wandb.run is None
-        self._run = wandb.init(dir=None if folder is None else str(folder)) if self._own else wandb.run
-        self._run.define_metric("zeroweave/step")  # the program may have steps of its own
-        self._run.define_metric("zeroweave/*", step_metric="zeroweave/step")
+    def __init__(self, name: str, about: _Take, log: _Take, close: Callable[[], object]) -> None:
+        self.name, self._about, self._log, self._close = name, about, log, close
 
     def begin(self, about: dict[str, Any]) -> None:
-        self._run.config.update({"zeroweave": about}, allow_val_change=True)
+        self._about(about)
 
     def figures(self, figures: Figures) -> None:
-        values = {f"zeroweave/{name}": value for name, value in figures.values()}
-        self._run.log({"zeroweave/step": figures.step, **values})
+        self._log({"zeroweave/step": figures.step, **{f"zeroweave/{name}": value for name, value in figures.values()}})
 
     def close(self) -> None:
-        if self._own:
-            self._run.finish()
+        self._close()
 
 
-class MLflow(Sink):
-    """Curves in the program's active run of MLflow, or in one of its own. Events are not sent."""
+def _tensorboard(folder: Path | None) -> Tracker:
+    """Writes to the folder."""
+    writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
 
-    name = "MLflow"
+    def log(values: dict[str, Any]) -> None:
+        step = values.pop("zeroweave/step")
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def __init__(self) -> None:
-        self._mlflow = import_module("mlflow")
-        self._own = self._mlflow.active_run() is None
-        self._run = (self._mlflow.start_run() if self._own else self._mlflow.active_run()).info.run_id
+    def about(run: dict[str, Any]) -> None:
+        writer.add_text("run", f"```\n{json.dumps(run, indent=2)}\n```")
 
-    def begin(self, about: dict[str, Any]) -> None:
-        self._mlflow.log_dict(about, "zeroweave.json", run_id=self._run)
+    return Tracker("TensorBoard", about, log, writer.close)
 
-    def figures(self, figures: Figures) -> None:
-        values = {f"zeroweave/{name}": value for name, value in figures.values()}
-        self._mlflow.log_metrics(values, step=figures.step, run_id=self._run)
 
-    def close(self) -> None:
-        if self._own:
-            self._mlflow.end_run()
+def _wandb(folder: Path | None) -> Tracker:
+    """The program's open run, or one of its own."""
+    wandb = import_module("wandb")
+    own = wandb.run is None
+    run = wandb.init(dir=None if folder is None else str(folder)) if own else wandb.run
+    run.define_metric("zeroweave/step")  # the program may have steps of its own
+    run.define_metric("zeroweave/*", step_metric="zeroweave/step")
+
+    def about(told: dict[str, Any]) -> None:
+        run.config.update({"zeroweave": told}, allow_val_change=True)
+
+    return Tracker("Weights & Biases", about, run.log, run.finish if own else lambda: None)
+
+
+def _mlflow(folder: Path | None) -> Tracker:
+    """The program's active run, or one of its own."""
+    mlflow = import_module("mlflow")
+    own = mlflow.active_run() is None
+    run = (mlflow.start_run() if own else mlflow.active_run()).info.run_id
+
+    def log(values: dict[str, Any]) -> None:
+        mlflow.log_metrics(values, step=values.pop("zeroweave/step"), run_id=run)
+
+    def about(told: dict[str, Any]) -> None:
+        mlflow.log_dict(told, "zeroweave.json", run_id=run)
+
+    return Tracker("MLflow", about, log, mlflow.end_run if own else lambda: None)
+
+
+TRACKERS: Final = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
+"""What makes each, of `log_dir`; by the names of `log.to`, which are those of the libraries."""

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import simulate
-from zeroweave.schedule.instructions import Instruction, Settle, Update
+from zeroweave.schedule.instructions import Instruction, ReduceAcross, Settle, Update
 
 
 def settle(schedule: Schedule) -> Schedule:
@@ -16,7 +16,8 @@ def settle(schedule: Schedule) -> Schedule:
     After:   Reduce 2 · Run 1 · Settle 2 · Reduce 1 · Run 0 · Reduce 0
 
     ``depth`` stays the most reductions in flight: a Settle only moves up, where the compute stream does not wait
-    for it, and the gradient flat is free earlier. Changes nothing without measured costs.
+    for it, and the gradient flat is free earlier. A ``ReduceAcross`` right behind it comes along. Changes nothing
+    without measured costs.
     """
     costs = schedule.costs
     if costs is None:
@@ -29,12 +30,14 @@ def settle(schedule: Schedule) -> Schedule:
     taken: set[int] = set()
     for index, instruction in enumerate(instructions):
         match instruction:
-            case Settle():
-                reduction = schedule.producers[index]
+            case Settle() if index in schedule.reductions:
+                reduction = schedule.reductions[index]
                 # Both indices and times go up, and the event of a reduction begins before it is over.
                 found = bisect_left(begins, prediction.over[reduction], lo=bisect_right(events, reduction))
                 event = events[found] if found < len(events) else index
                 if event < index and not isinstance(instructions[event], Update):
-                    moved.setdefault(event, []).append(instruction)
-                    taken.add(index)
+                    follows = instructions[index + 1 : index + 2] == (ReduceAcross(instruction.bucket),)
+                    along = range(index, index + 1 + follows)
+                    moved.setdefault(event, []).extend(instructions[each] for each in along)
+                    taken.update(along)
     return schedule.rearranged(moved, taken)

@@ -1,0 +1,227 @@
+"""Groups of ranks change where parameters lie, and no number: every feature gives the bits that one group gives.
+
+Gradients are whole numbers here, so that their sums have no rounding, and the order of sums is no difference.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroweave as zw
+from tests.support.counting import counted
+from tests.support.harness import Pools
+from zeroweave.errors import ConfigError
+
+WORLD, MICRO, STEPS = 4, 2, 4
+
+
+class Whole(nn.Module):
+    """Its gradients are sums of its inputs, whatever its parameters are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 20) for _ in range(3))
+        self.out = nn.Linear(24, 36, bias=False)
+        self.out.requires_grad_(False)
+        self.head = nn.Linear(24, 36)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = sum((layer(x).float().sum() for layer in self.layers), x.new_zeros((), dtype=torch.float32))
+        return total + self.head(x).float().sum() + self.out(x).float().sum()
+
+
+def batch(step: int, micro: int, rank: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    return torch.randint(-4, 5, (2, 24), generator=generator).to(dtype)
+
+
+def engine_of(group_size: int | None, optimizer: str, config: dict[str, Any]) -> Any:
+    torch.manual_seed(3)
+    model = Whole()
+    make = {
+        "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1),
+        "muon": lambda ps: [
+            torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.02),
+            torch.optim.AdamW([p for p in ps if p.dim() != 2], lr=0.01),
+        ],
+    }[optimizer]
+    base = {
+        "stage": 3,
+        "gradient_accumulation_steps": MICRO,
+        "compile": {"enabled": False},
+        "sharding": {"group_size": group_size},
+        "bucket": {"bytes": 4096},
+        "deadline_seconds": 200,
+    }
+    return zw.initialize(model, make([p for p in model.parameters() if p.requires_grad]), {**base, **config})
+
+
+def train(engine: Any, steps: range, way: str = "plain") -> list[float]:
+    losses = []
+    dtype = next(engine.module.parameters()).dtype
+    for step in steps:
+        if way == "coalesced":
+            with engine.coalesce_grad_reduction():
+                for micro in range(MICRO):
+                    engine.backward(engine(batch(step, micro, engine.rank, dtype)) / MICRO)
+            engine.step()
+            continue
+        for micro in range(MICRO):
+            loss = engine(batch(step, micro, engine.rank, dtype))
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            if way == "reads" and micro == 0:
+                engine.gradients()
+            engine.step()
+        if way == "between":
+            with torch.no_grad():
+                losses.append(float(engine(batch(step, 9, engine.rank, dtype))))
+            with engine.full_parameters(), torch.no_grad():
+                engine.module.head.bias.add_(0.25)
+            with engine.profiling():
+                train(engine, range(1))
+    return losses
+
+
+def run(group_size: int | None, optimizer: str, config: dict[str, Any], way: str) -> tuple[Any, ...]:
+    with engine_of(group_size, optimizer, config) as engine:
+        losses = train(engine, range(STEPS), way)
+        full = {name: engine.full(name) for name, _ in engine.module.named_parameters()}
+        return losses, full, engine.state_dict(), engine.get_global_grad_norm()
+
+
+def differing(mine: Any, theirs: Any) -> list[str]:
+    wrong = [] if mine[0] == theirs[0] and mine[3] == theirs[3] else [f"losses or norms {mine[0]} {theirs[0]}"]
+    for a, b in zip(mine[1:3], theirs[1:3], strict=True):
+        wrong += [name for name in a if not torch.equal(a[name], b[name])]
+    return wrong
+
+
+def compare(optimizer: str, config: dict[str, Any], way: str) -> list[str]:
+    expected = run(None, optimizer, config, way)
+    torch.manual_seed(3)
+    start = dict(Whole().named_parameters())
+    assert any(not torch.equal(value, start[name]) for name, value in expected[1].items())
+    found = ((size, differing(run(size, optimizer, config, way), expected)) for size in (2, 1))
+    return [f"groups of {size}: {each}" for size, wrong in found for each in wrong]
+
+
+BF16 = {"precision": {"params": "bfloat16"}}
+SETTINGS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "plain": ("adamw", {}, "plain"),
+    "stage1": ("adamw", {"stage": 1}, "plain"),
+    "stage2_coalesced": ("adamw", {"stage": 2}, "coalesced"),
+    "clipped": ("adamw", {"gradient_clipping": 1.0}, "plain"),
+    "bf16": ("adamw", BF16, "plain"),
+    "bf16_stage2": ("adamw", {**BF16, "stage": 2}, "plain"),
+    "compact": ("adamw", {"precision": {"params": "bfloat16", "optimizer": "compact"}}, "plain"),
+    "fp16": ("adamw", {"precision": {"params": "float16", "loss_scale": 2.0}, "reduce": {"op": "predivide"}}, "plain"),
+    "offloaded": ("adamw", {**BF16, "offload": {"optimizer": "all", "params": True}}, "plain"),
+    "muon": ("muon", {}, "plain"),
+    "reads": ("adamw", {}, "reads"),
+    "between": ("adamw", {}, "between"),
+    "stage1_between": ("adamw", {"stage": 1, "gather_after_step": True}, "between"),
+    "compiled": ("adamw", {"compile": {"lower": "aot_eager"}}, "plain"),
+}
+DAILY = ("clipped", "bf16_stage2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.matrix) for name in SETTINGS]
+)
+def test_groups_change_no_number(name: str, pools: Pools) -> None:
+    for wrong in pools(WORLD).run(compare, *SETTINGS[name]):
+        assert wrong == []
+
+
+def save(folder: Path, group_size: int | None) -> tuple[Any, ...]:
+    with engine_of(group_size, "adamw", BF16) as engine:
+        train(engine, range(2))
+        engine.save(folder)
+        train(engine, range(2, STEPS))
+        return ({name: engine.full(name) for name, _ in engine.module.named_parameters()},)
+
+
+def load(folder: Path, group_size: int | None) -> tuple[Any, ...]:
+    with engine_of(group_size, "adamw", {**BF16, "stage": 2}) as engine:
+        engine.load(folder)
+        train(engine, range(2, STEPS))
+        return ({name: engine.full(name) for name, _ in engine.module.named_parameters()},)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("of", "to"), [(2, None), (None, 2), (2, 1), (1, 2)])
+def test_checkpoints_load_with_other_groups(of: int | None, to: int | None, pools: Pools, tmp_path: Path) -> None:
+    saved, loaded = pools(WORLD).run(save, tmp_path, of), pools(WORLD).run(load, tmp_path, to)
+    for (before,), (after,) in zip(saved, loaded, strict=True):
+        assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def traffic(group_size: int) -> None:
+    """By the ledger, by PyTorch's profiler, and by the formula."""
+    with engine_of(group_size, "adamw", {}) as engine:
+        train(engine, range(2))
+        with counted() as found:
+            train(engine, range(1))
+        replicas, stats = WORLD // group_size, engine.stats.last_step
+        assert engine.schedule is not None
+        numel = {each.id: each.nbytes // 4 for each in engine.schedule.facts.buckets}
+        trained = [numel[each.id] for each in engine.schedule.facts.buckets if each.trainable]
+        across = [each // group_size for each in trained]
+        for kind in ("all_gather", "reduce_scatter"):
+            inside = [numel[bucket] for what, bucket in engine.schedule.collectives() if what == kind]
+            assert kind == "all_gather" or sorted(inside) == sorted(MICRO * trained)
+            assert sorted(each for what, each in found if what == kind) == sorted(inside + across)
+            there = stats[f"{kind} across"]
+            assert (there.calls, there.payload) == (len(trained), 4 * sum(across))
+            assert there.wire == sum(4 * each * (replicas - 1) // replicas for each in across)
+        sent = sum(stats[f"{kind} across"].wire for kind in ("all_gather", "reduce_scatter"))
+        assert sent <= 2 * 4 * sum(trained) / group_size
+
+
+def test_what_crosses_groups_is_sent_once_a_step(pools: Pools) -> None:
+    pools(WORLD).run(traffic, 2)
+
+
+def refused() -> None:
+    assert dist.get_world_size() == WORLD
+    for config, words in (
+        ({"sharding": {"group_size": 3}}, "does not divide"),
+        ({"sharding": {"group_size": 8}}, "does not divide"),
+        ({"sharding": {"group_size": 2}, "experts": {"parallel_size": 2, "parameters": ["layers.0.*"]}}, "exclude"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            zw.initialize(Whole(), None, {"compile": {"enabled": False}, **config})
+
+
+def meshed() -> str:
+    made = {}
+    for names in (("replicate", "shard"), ("data", "model")):
+        made[names] = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    config = {"compile": {"enabled": False}}
+    with pytest.raises(ConfigError, match="mesh_dim_names"):
+        zw.initialize(Whole(), None, config, mesh=made["data", "model"])
+    with pytest.raises(ConfigError, match="leave one out"):
+        zw.initialize(Whole(), None, {**config, "sharding": {"group_size": 4}}, mesh=made["replicate", "shard"])
+    with zw.initialize(Whole(), None, config, mesh=made["replicate", "shard"]) as engine:
+        engine.eval()
+        engine(torch.ones(2, 24))
+        return ", ".join(engine.stats.total)
+
+
+@pytest.mark.matrix
+def test_a_mesh_has_the_size_of_groups(pools: Pools) -> None:
+    for kinds in pools(WORLD).run(meshed):
+        assert "all_gather across" in kinds
+
+
+@pytest.mark.matrix
+def test_groups_that_there_cannot_be(pools: Pools) -> None:
+    pools(WORLD).run(refused)
