@@ -71,10 +71,8 @@ def gather_by(
     Collective. The communicators are made here.
     """
     control, device = communicators.control, communicators.device
-    if communicators.replicas > 1:
-        return Places(), Choice("sharding.group_size: the ranks of a group gather by kernel")
     largest = max((b.nbytes for b in layouts), default=0)
-    if why := refused(asked, control, device, largest):
+    if why := refused(asked, control, device, largest, communicators.replicas):
         return Places(), Choice(why)
     engines = CopyEngines(control, device)
     places = Places(
