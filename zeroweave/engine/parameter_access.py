@@ -321,11 +321,14 @@ class ParameterAccess:
             with self.shown.closed():
                 self._staging.arrive_all()
                 lingering.wait()  # gathers that are under way read the shards
+                trained = [bucket for bucket in self._runtime.buckets.values() if bucket.layout.trainable]
+                for bucket in trained:
+                    bucket.still()
                 with optimizer.shown():
                     yield
-                for bucket in self._runtime.buckets.values():
-                    if bucket.layout.trainable:
-                        bucket.renew()
+                for bucket in trained:
+                    bucket.rewritten()
+                    bucket.renew()
                 lingering.gather_again()
                 self.rewrite_views()
 

@@ -105,12 +105,14 @@ class Bucket(Flat):
 
     def values(self) -> torch.Tensor:
         """The shard [numel / world] on the device: itself, or a copy where it lives in host memory."""
+        self.still()
         return self.home.values()
 
     def put(self, values: torch.Tensor) -> None:
         """Overwrites the shard by values on the device, which nobody writes any more."""
         self.still()
         self.home.put(values)
+        self.rewritten()
 
     def gather_across(self) -> None:
         """Starts to bring the shards' values to all replicas, if they have changed. Collective."""
@@ -121,6 +123,11 @@ class Bucket(Flat):
         """The shard may be written: no gather across replicas reads it."""
         if self.near is not None:
             self.near.wait()
+
+    def rewritten(self) -> None:
+        """The shard was written, on all ranks alike: it is gathered across replicas anew."""
+        if self.near is not None:
+            self.near.expire()
 
     def part(self) -> None:
         """The program may write the flat. Until `unite`, `values` are those of now, even if it is the shard."""
@@ -222,8 +229,6 @@ class Bucket(Flat):
 
     def renew(self) -> None:
         """The shard was written: whatever was saved for a backward before, or kept, is out of date."""
-        if self.near is not None:
-            self.near.expire()
         for index in self.referenced():
             self.real[index] = self._retire(self.layout.slots[index].name, self.real[index])
         increment_version(self.real)

@@ -9,7 +9,6 @@ from zeroweave.schedule import (
     End,
     Instruction,
     Reduce,
-    ReduceAcross,
     Reload,
     Reshard,
     Run,
@@ -20,7 +19,7 @@ from zeroweave.schedule import (
 )
 
 _EVENTS: Final = (Run, End, Reduce, Update)
-_AT_ONCE: Final = (Unshard, Reshard, Reload, Stage, ReduceAcross)
+_AT_ONCE: Final = (Unshard, Reshard, Reload, Stage)
 """Instructions that wait for nothing."""
 
 

@@ -163,7 +163,11 @@ class Executor:
         for bucket in buckets:
             self.staging.arrive(bucket)
             self._buckets[bucket].still()
-        update(buckets)
+        try:
+            update(buckets)
+        finally:
+            for bucket in buckets:
+                self._buckets[bucket].rewritten()
 
     def drop_holds(self) -> None:
         """Drops every hold."""

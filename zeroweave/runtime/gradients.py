@@ -42,8 +42,6 @@ class Gradients:
         self.settled = Gauge()
         """bytes of the gradient shards"""
         self._accounts = {b.id: Account(b, accumulate_dtype, self.settled, lend) for b in buckets if b.layout.trainable}
-        self.replicated = tuple(sorted(b.id for b in buckets if b.layout.trainable and b.layout.replicas > 1))
-        """buckets that are reduced across replicas too"""
         self._targets: dict[int, torch.Tensor] = {}
         """bucket id -> where its results go; empty unless they are kept from set-up on, to measure what that costs"""
         if keep_targets:
@@ -188,6 +186,11 @@ class Gradients:
         for bucket_id in self.replicated:
             self.cross(bucket_id)
         self.reductions.settle_all()
+
+    @property
+    def replicated(self) -> tuple[int, ...]:
+        """Buckets that are reduced across replicas too, in the order in which all ranks do that."""
+        return tuple(b for b in self.order if self._accounts[b].bucket.layout.replicas > 1)
 
     # ------------------------------------------------------------------ backward and window
     def unissued(self) -> tuple[int, ...]:

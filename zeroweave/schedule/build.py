@@ -262,18 +262,8 @@ class Schedule:
 
     @cached_property
     def reduce_order(self) -> tuple[int, ...]:
-        """The buckets in the order of their first reductions in the window's last reducing backward."""
-        order: dict[int, None] = {}
-        over = False
-        for event in self.record:
-            if isinstance(event, Micro):
-                over = True
-            elif isinstance(event, Ready):
-                if over:
-                    order.clear()
-                    over = False
-                order[event.bucket] = None
-        return tuple(order)
+        """See `reduce_order`."""
+        return reduce_order(self.record)
 
     @cached_property
     def micro_steps(self) -> tuple[int, ...]:
@@ -332,6 +322,21 @@ class Schedule:
         return words
 
 
+def reduce_order(record: Iterable[Event]) -> tuple[int, ...]:
+    """The buckets in the order of their first reductions in the window's last reducing backward."""
+    order: dict[int, None] = {}
+    over = False
+    for event in record:
+        if isinstance(event, Micro):
+            over = True
+        elif isinstance(event, Ready):
+            if over:
+                order.clear()
+                over = False
+            order[event.bucket] = None
+    return tuple(order)
+
+
 def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     """The plain schedule of a record: no gather is shared between calls and none is issued early.
 
@@ -340,8 +345,10 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     skip a branch gather the same. Left: ``Reshard`` what is not kept. Ready: ``Settle`` the oldest reductions
     until one more fits (``depth``, and none of this bucket in flight), ``Reduce``. At the end the
     rest settles, every reduced bucket is updated in the order of its last ``Settle``, and the kept buckets are
-    dropped, but for those that no update changes. A replicated bucket: behind its last ``Settle`` ``ReduceAcross``, one
-    more ``Settle`` before its update, and behind all updates ``GatherAcross``, in the order of first use.
+    dropped, but for those that no update changes. Replicated buckets: behind the last ``Settle`` a ``ReduceAcross``
+    each, in the order of their reductions, one more ``Settle`` before the update, and behind all updates a
+    ``GatherAcross`` each, in the order of the layout. Both orders are also those of a rank that has departed: ranks may
+    depart alone.
 
     Raises ScheduleError for a record that no schedule can fit: calls left and not entered or the reverse,
     unknown buckets, gradients of a bucket that is not trainable.
@@ -351,9 +358,7 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     open_calls: dict[Call, list[tuple[int, ...]]] = {}
     kept: dict[int, None] = {}  # kept buckets that are unsharded, in that order
     in_flight: deque[int] = deque()
-    crossing: list[int] = []
     settled: dict[int, None] = {}  # in the order of each bucket's last Settle
-    left = Counter(event.bucket for event in record if isinstance(event, Ready))  # reductions still to be settled
     used = {bucket for event in record if isinstance(event, Entered) for bucket in event.uses}
     unused = sorted(facts.kept_by_stage - used)  # kept, used by no call, not yet unsharded
     at_once = len(facts.kept_by_stage) < len(facts.by_id)  # at stage 3: ranks may use these in calls of their own
@@ -369,10 +374,6 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
         out.append(Settle(bucket))
         settled.pop(bucket, None)
         settled[bucket] = None
-        left[bucket] -= 1
-        if bucket in facts.replicated and not left[bucket]:
-            out.append(ReduceAcross(bucket))
-            crossing.append(bucket)
         return bucket
 
     for index, event in enumerate(record):
@@ -410,12 +411,13 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     else:
         while in_flight:
             settle()
-        for bucket in settled if facts.update_by_bucket else ():
-            out += [Settle(bucket), Update(bucket)]
-        if not facts.update_by_bucket:
-            out.extend(map(Settle, crossing))
+        across = [bucket for bucket in reduce_order(record) if bucket in facts.replicated]
+        out.extend(map(ReduceAcross, across))
+        if facts.update_by_bucket:
+            out.extend(each for bucket in across for each in (Settle(bucket), Update(bucket)))
+        else:
+            out.extend(map(Settle, across))
             out.extend(map(Update, settled))
-    by_use = [bucket for event in record if isinstance(event, Entered) for bucket in event.uses]
-    out.extend(GatherAcross(bucket) for bucket in dict.fromkeys((*by_use, *settled)) if bucket in facts.replicated)
+    out.extend(GatherAcross(bucket) for bucket in sorted(facts.replicated.intersection(settled)))
     out.extend(Reshard(bucket) for bucket in kept if facts.by_id[bucket].trainable)
     return Schedule(tuple(out), tuple(record), facts)
