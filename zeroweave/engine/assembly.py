@@ -319,7 +319,7 @@ def _compose(
     samples = Samples.asked_for(parts, scheduler, step, stats)
     log = Log(parts, scheduler, step, sinks) if is_asked_for(settings) and parts.optimizer is not None else None
     followers = AfterStep(parts.transport, checkpoints, log, samples)
-    running = faults.before(calls, "run", "forward")
+    running = faults.before(calls, "forward", "forward")
     return Engine(parts, running, scheduler, window, step, values, checkpoints, followers, stats)
 
 
