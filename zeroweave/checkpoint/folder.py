@@ -1,11 +1,11 @@
-"""A folder of checkpoints: one folder each, by tag, and `latest`, which names the one to go on with.
+"""A folder of checkpoints: one folder each, by tag, and `latest`, which names the one to continue from.
 
     DIR/latest                       {"tag":"step-00000200","manifest":"<its checksum>"}
     DIR/step-00000200/manifest.json  see `manifest`
     DIR/step-00000200/rank-00000.safetensors …
     DIR/.step-00000300.4f1c….partial what is being written, see `staging`
 
-A checkpoint is written beside its place and renamed when all of it is on the disk, `latest` after that. So whatever is
+A checkpoint is written next to its place and renamed when all of it is on the disk, `latest` after that. So what is
 there under a tag is whole, and a run that dies at any moment leaves what was there before.
 """
 
@@ -48,7 +48,7 @@ class Folder:
     def begin(self, tag: str, anew: bool = False) -> StagingFolder:
         """A new folder for the files of a checkpoint that is to have this tag, which must be free.
 
-        `anew`: where it is taken it becomes one like it. A run that goes on from an older checkpoint comes to the same
+        `anew`: where it is taken it becomes one like it. A run that resumes from an older checkpoint comes to the same
         steps again, and another run may save here. The folder is to be published or discarded, and no other saver gets
         the tag until then. What savers have left here that have ended is removed first.
         """
@@ -73,7 +73,7 @@ class Folder:
         raise AssertionError
 
     def publish(self, partial: StagingFolder, manifest: Manifest) -> None:
-        """Gives what lies in `partial` its tag, and makes it the latest.
+        """Gives what is in `partial` its tag, and makes it the latest.
 
         CheckpointError or OSError where that fails; then nothing has the tag, unless the disk fails at the very end.
         """

@@ -75,7 +75,7 @@ class Calls:
         """the regions that Dynamo gave up on, or whose hooks it does not know, by name, with the reason"""
         self._told_eager: set[str] = set()
         self._compiling = False
-        """do regions that are called now run compiled?"""
+        """true if regions that are called now run compiled"""
         self._told_cache = False
         regions = find_regions(model, config.compile.regions, max_bytes=config.bucket.bytes)
         self.regions = len(regions)
@@ -211,8 +211,8 @@ class Calls:
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """`kwargs` with `use_cache=False` for a transformers model that would make a key-value cache.
 
-        With a cache every layer reads its own index, and none shares its template with another. Whoever
-        passes `use_cache` or a cache gets what they ask for.
+        With a cache every layer reads its own index, and none shares its template with another. A caller that
+        passes `use_cache` or a cache gets it.
         """
         if self.templates is None or not getattr(getattr(self._model, "config", None), "use_cache", False):
             return kwargs

@@ -95,7 +95,7 @@ class Engine:
 
     @property
     def buckets(self) -> tuple[BucketLayout, ...]:
-        """How parameters lie in buckets."""
+        """How parameters are laid out in buckets."""
         return tuple(b.layout for b in self._runtime.buckets.values())
 
     @property
@@ -186,7 +186,7 @@ class Engine:
             self._window.reduce()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Does the optimizer step follow the present backward?
+        """True if the optimizer step follows the present backward.
 
         As the caller has said; else after `gradient_accumulation_steps` micro-steps, and after a coalesced block.
         """
@@ -210,7 +210,7 @@ class Engine:
         return boundary
 
     def was_step_applied(self) -> bool:
-        """Did the last `step()` run the optimizer? Not inside a window, nor where gradients were not finite."""
+        """True if the last `step()` ran the optimizer: not inside a window, nor where gradients were not finite."""
         return self._step.applied
 
     @untraced
@@ -228,7 +228,7 @@ class Engine:
 
     @untraced
     def zero_grad(self) -> None:
-        """Drops the window's gradients; after an exception on all ranks, whatever it left behind."""
+        """Drops the window's gradients; after an exception on all ranks, all that it left."""
         with self._guard("zero_grad", clean=False):
             self._window.abort()
         self._followers.aborted()
@@ -261,7 +261,7 @@ class Engine:
         self._values.set_full(parameter, value, what)
 
     def fragment(self, parameter: nn.Parameter | str) -> Fragment:
-        """Which elements of a parameter lie on this rank: `numel` from `offset` on, of the flattened parameter."""
+        """Which elements of a parameter this rank has: `numel` from `offset` on, of the flattened parameter."""
         return self._values.fragment(parameter)
 
     def local(self, parameter: nn.Parameter | str, what: str = "param") -> torch.Tensor | None:
@@ -335,8 +335,8 @@ class Engine:
         """Writes a checkpoint of the whole run to the folder `path`, which all ranks share; returns its tag.
 
         `tag`: by default "step-" and the optimizer steps. `client_state`: what the program wants back, values and
-        tensors. `data`: a sampler or loader with a `state_dict`. `asynchronous`: beside the next steps; the next save,
-        `load` and `destroy` wait for it. Rank 0's tag and values count. Behind any `step()`. Collective.
+        tensors. `data`: a sampler or loader with a `state_dict`. `asynchronous`: while the next steps run; the next
+        save, `load` and `destroy` wait for it. Rank 0's tag and values count. After any `step()`. Collective.
         CheckpointError on all ranks where one cannot write, from here or from `step`; all is then as before.
         """
         return self._checkpoints.save(path, tag, client_state, data, asynchronous)
@@ -344,7 +344,7 @@ class Engine:
     def load(
         self, path: StrPath, tag: str | None = None, strict: bool = True, data: Any = None, missing_ok: bool = False
     ) -> dict[str, Any]:
-        """Goes on where `save` was called, at any stage and with any number of ranks; returns the `client_state`.
+        """Continues where `save` was called, at any stage and with any number of ranks; returns the `client_state`.
 
         `tag`: None for the latest. `data`: what `save` was given, to be set. Every byte is checked first:
         CheckpointError, which changes nothing, for what is broken, or of another model. Not `strict`: what is missing
@@ -377,7 +377,7 @@ class Engine:
         return self._step.executed
 
     def record(self) -> AbstractContextManager[Recording]:
-        """Times whole steps inside, while they train as ever. Collective.
+        """Times whole steps inside, while they train as usual. Collective.
 
         What it yields has, at the end of the block, `operations` (every collective of the last step, in order, with
         this rank's times) and `graph` (what depends on what). Costs a few microseconds for each instruction, and one
@@ -410,7 +410,7 @@ class Engine:
             return self._scheduler.reschedule(changes_of(prefetch, **changes))
 
     def register_pass(self, new: Pass, after: str | None = None) -> None:
-        """Adds a pass of your own behind the one called `after`, or behind all; on all ranks.
+        """Adds your pass after the one called `after`, or after all; on all ranks.
 
         A pure function from a `Schedule` to a `Schedule`, which takes effect with the next one that is made. One that
         makes a schedule illegal is a ScheduleError that names the pass and the instruction, and is taken back.

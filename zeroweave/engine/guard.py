@@ -29,7 +29,7 @@ class Progress:
         self.step += 1
 
     def resume(self, step: int) -> None:
-        """Goes on behind that many steps."""
+        """Continues after that many steps."""
         self.step = step
 
     def __call__(self) -> tuple[int, int]:
@@ -117,7 +117,7 @@ class Guard:
 
     @property
     def lost(self) -> bool:
-        """Has a failure not been shared by all ranks? Then nothing collective can succeed any more."""
+        """True if a failure has not been shared by all ranks. Then nothing collective can succeed any more."""
         return self.alarm.fatal is not None
 
     def close(self) -> None:

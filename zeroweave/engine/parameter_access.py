@@ -289,7 +289,7 @@ class ParameterAccess:
         values = state.full_values(self._runtime, self._parts.original_dtypes)
         if self._optimizer is None or not optimizer_state:
             return values, Gathered({})
-        room = Room.now(self._parts.device)  # beside the parameters
+        room = Room.now(self._parts.device)  # what the parameters leave
         return values, self._optimizer.gather(self._runtime.transport, self._control, room)
 
     def give_back(self, values: Mapping[str, torch.Tensor], states: States) -> None:

@@ -40,7 +40,7 @@ class Communicators:
     def transports(self) -> dict[str, Transport]:
         """The transports over `group` and over the sharding groups, whose communicators are made here.
 
-        They let go of all groups with the engine's end, and those that are made here end then; see `groups_at_end`.
+        They release all groups with the engine's end, and those that are made here end then; see `groups_at_end`.
         """
         control, own_ends = self.control, ExitStack()
         groups_at_end(self.ends, own_ends, self.device, lambda: control.broken is not None)

@@ -32,7 +32,7 @@ class Launch(NamedTuple):
     gradient: Scaled
     moments: Sequence[torch.Tensor]
     first: bool
-    """were they just made?"""
+    """true if they were just made"""
     options: Mapping[str, Any]
     """of the group"""
     step: int
@@ -81,12 +81,12 @@ class Rule(Protocol):
     """How one class of optimizers updates."""
 
     counts: bool
-    """has it step counters?"""
+    """true if it has step counters"""
     born: bool
-    """are its states there before the first step?"""
+    """true if its states are there before the first step"""
 
     def fits(self, group: Mapping[str, Any]) -> bool:
-        """Can the kernel do what the options of a group ask for?"""
+        """True if the kernel can do what the options of a group ask for."""
 
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The keys of what it keeps of each element, in the order of torch."""

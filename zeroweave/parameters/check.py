@@ -44,7 +44,7 @@ def check(model: nn.Module) -> None:
 
     Else one ParameterError names all offenders.
 
-    Collects garbage first, so that graphs that nobody holds any more do not count. Where the model is
+    Collects garbage first, so that graphs that are no longer held do not count. Where the model is
     wrapped or has an engine already, only that is reported.
     """
     gc.collect()
@@ -134,7 +134,7 @@ def _has_plain_storage(parameter: nn.Parameter) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory, each place once, in any order of dimensions."""
+    """True if the elements fill a stretch of memory, each place once, in any order of dimensions."""
     expected = 1
     sizes = zip(tensor.stride(), tensor.size(), strict=True)
     for stride, size in sorted((stride, size) for stride, size in sizes if size != 1):

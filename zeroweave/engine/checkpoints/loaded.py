@@ -120,7 +120,7 @@ class Loaded:
 
 
 def _clashes(scheduler: Any, key: Any, value: Any) -> bool:
-    """Would a value take the place of a method, or of the number of steps without being one?"""
+    """True if a value would take the place of a method, or of the number of steps without being one."""
     if not isinstance(key, str) or callable(getattr(type(scheduler), key, None)):
         return True
     return key in ("last_epoch", "_step_count") and not isinstance(value, int | float | torch.Tensor)

@@ -114,7 +114,7 @@ class Log:
         self._to_sinks(lambda sink: sink.happened(happened))
 
     def _to_sinks(self, tell: Callable[[Sink], None]) -> None:
-        """One that fails, because a disk is full or a server gone, is told nothing more. The run goes on."""
+        """A sink that fails, because a disk is full or a server gone, is told nothing more. The run continues."""
         for sink in tuple(self._sinks):
             try:
                 tell(sink)
