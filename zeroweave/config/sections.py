@@ -172,7 +172,7 @@ class ShardingConfig(Section):
     """Ranks that gather parameters together, normally those of one node; a divisor of all ranks. None: all ranks.
 
     Parameters are sharded over groups of so many consecutive ranks and replicated across groups. Optimizer states are
-    sharded over all ranks. Between groups each step sends two parts of the model, no matter how many micro-steps it has:
+    sharded over all ranks. Between groups each step sends two parts of the model, however many micro-steps it has:
     gradients before the update, and parameters after it. A rank keeps model / group_size in the dtype of the
     computation, and as much for gradients."""
 
