@@ -91,7 +91,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return (self._samples + rest) // self._all
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the start of another epoch; in the present one it stays where it is.
+        """Moves to the start of another epoch; in the present one it stays where it is.
 
         Not needed where loops are `counted`, whose end is the start of the next epoch.
         """
@@ -156,7 +156,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to the position of a run with any number of ranks, and on with its seed.
+        """Moves to the position of a run with any number of ranks, and continues with its seed.
 
         With another global batch size the samples come in the same order, none twice and none left out, and are cut
         into other batches. CheckpointError, which changes nothing, where the state is of other data.

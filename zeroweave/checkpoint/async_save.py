@@ -24,7 +24,7 @@ class AsyncSave:
     """
 
     def __init__(self, saving: Saving, staging: Staging, control: Control, name: str) -> None:
-        """`staging`: how the steps begin copies in time. `name`: of the checkpoint, for who reads warnings."""
+        """`staging`: how the steps begin copies in time. `name`: of the checkpoint, for warnings."""
         self._saving, self._staging, self._control = saving, staging, control
         staging.begin(saving.snapshots)
         self._phases: list[tuple[Callable[[], None], Callable[[], None]]] = [

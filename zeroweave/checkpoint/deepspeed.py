@@ -256,7 +256,7 @@ def _split(held: Mapping[str, Any], masters: torch.Tensor) -> tuple[dict[str, to
 
 
 def _as_of_torch(value: Any) -> Any:
-    """DeepSpeed's optimizers count in Python. PyTorch's own count in tensors, and would not go on with a number."""
+    """DeepSpeed's optimizers count in Python. PyTorch's count in tensors, and cannot continue with a number."""
     return torch.tensor(float(value), dtype=torch.float32, device="cpu") if isinstance(value, int) else value
 
 

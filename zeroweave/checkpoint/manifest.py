@@ -150,7 +150,7 @@ class Manifest(Strict):
 def step_in(head: bytes) -> tuple[str, int] | None:
     """Tag and step, as the first `HEAD` bytes of a manifest tell them, unchecked; None where they do not.
 
-    Ours do. One that another program has written may have them elsewhere.
+    This package's manifests do; another program's may have them elsewhere.
     """
     found = _HEAD.match(head)
     return None if found is None else (found["tag"].decode(), int(found["step"]))

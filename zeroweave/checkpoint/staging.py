@@ -71,7 +71,7 @@ def remove(place: Path, known_as: Path) -> None:
 
 
 def sweep(folder: Path) -> list[str]:
-    """Removes what processes have left in `folder` that have ended; the names of what could not be removed."""
+    """Removes what processes that have ended have left in `folder`; the names of what could not be removed."""
     stuck = []
     for lock in sorted(folder.glob(".*.lock")):
         with ExitStack() as after:
@@ -103,7 +103,7 @@ def _claim(place: Path, lock: Path) -> None:
 
 
 def _unclaim(place: Path, fd: int) -> None:
-    """Removes the claim that belongs to a lock, which this process holds. Only who holds it does."""
+    """Removes the claim that belongs to a lock. Only the process that holds the lock may."""
     with suppress(OSError):
         if os.path.samestat(os.lstat(_claim_of(place)), os.fstat(fd)):
             _claim_of(place).unlink()

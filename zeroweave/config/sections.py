@@ -118,7 +118,7 @@ class CompileConfig(Section):
     regions: Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False)] = "auto"
     """"auto": the repeated blocks and what is left between them; else patterns of module names (fnmatch).
 
-    Regions that are named have buckets of their own, compiled or not, which are gathered together.
+    Named regions have their own buckets, compiled or not, which are gathered together.
     """
 
     lower: Literal["inductor", "aot_eager"] = "inductor"
@@ -234,7 +234,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """How a run is told while it goes; see docs/logs.md."""
+    """How a run is logged while it trains; see docs/logs.md."""
 
     every: Annotated[int, Field(ge=1)] = 10
     """After so many optimizer steps the ranks put figures together, which waits for the device."""

@@ -49,7 +49,7 @@ _FUNCTIONAL: Final = (
 class Calls:
     """The calls of one engine.
 
-    `in_first_step()`: is that the step that runs now? `code`: what turns a template's graph into code.
+    `in_first_step()`: true if that step runs now. `code`: what turns a template's graph into code.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Calls:
             self._shown.hide()
 
     def _head(self) -> Head:
-        """EngineError for a model that has none of which the engine knows what it computes."""
+        """The call of the layer that makes the logits. EngineError where that does not run by itself."""
         found = getattr(self._model, "get_output_embeddings", lambda: None)()
         eager = (call for call in self._calls if call.name in self.eager_modules)
         call = next((call for call in eager if call.module is found), None)

@@ -1,4 +1,4 @@
-"""The engine: the training loop's face."""
+"""The engine: what a training loop calls."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Engine:
         self._values = values  # what users read and write
         self._checkpoints = checkpoints  # and what survives the run
         self._scheduler = scheduler  # which schedule the next window follows
-        self._followers, self._stats = followers, stats  # who looks on and acts after each `step()`; what is told
+        self._followers, self._stats = followers, stats  # what follows each `step()`; what is told
 
     # ------------------------------------------------------------------ looking at it
     @property
@@ -202,7 +202,7 @@ class Engine:
         self._followers.step_ended(self._micro_step())
 
     def _micro_step(self) -> bool:
-        """Ends a micro-step. Returns whether it was a boundary."""
+        """Ends a micro-step. True at a boundary."""
         with self._guard("step"):
             boundary = self._window.ends()
             self._step.take(boundary)
@@ -238,7 +238,7 @@ class Engine:
 
         Yields the ledger of what they would have sent. Losses and norms mean nothing inside, and values cannot be
         read. Costs a second copy of the trained shards, the optimizer's state and the module's buffers. All ranks
-        enter it, between windows; how many steps each runs inside is its own affair.
+        enter it, between windows; each may run any number of steps inside.
         """
         return tried_out(self._parts, self._window, self._step, self._values)
 
@@ -317,7 +317,7 @@ class Engine:
         """Takes rank 0's full `state_dict` on all ranks; all that the model's own has must be there.
 
         Any mapping, such as one that reads tensors when they are asked for, which they are twice. Where modules load
-        in ways of their own (hooks, extra state, methods), rank 0 holds the whole model in host memory meanwhile. All
+        in their own way (hooks, extra state, methods), rank 0 holds the whole model in host memory meanwhile. All
         ranks get its extra state. ParameterError, which changes nothing, for what does not fit. Collective; the other
         ranks' argument is ignored.
         """
@@ -391,7 +391,7 @@ class Engine:
         """Makes a schedule from what was recorded; nothing changes yet. The changes are those of `reschedule`.
 
         All ranks must make the same plan before they use it. EngineError for a setting that is refused, ScheduleError
-        where a pass of your own breaks the schedule.
+        where one of your passes breaks the schedule.
         """
         with self._guard("compile_schedule"):
             return self._scheduler.plan(operations, changes_of(prefetch_ahead, **changes))
@@ -419,7 +419,7 @@ class Engine:
             self._scheduler.register_pass(new, after)
 
     def unregister_pass(self, old: Pass) -> None:
-        """Removes a pass of your own; on all ranks. The next schedule that is made is made without it."""
+        """Removes one of your passes; on all ranks. The next schedule is made without it."""
         with self._guard("unregister_pass"):
             self._scheduler.unregister_pass(old)
 

@@ -313,7 +313,7 @@ class Scheduler:
     def plan(self, operations: Operations, changes: Mapping[str, Any]) -> Plan:
         """A schedule that could be followed, made from what was recorded; nothing changes yet."""
         settings, recorded = replace(self.settings, **changes), operations.schedule
-        # Ranks that decided by costs of their own would have other schedules.
+        # Ranks that decided by their own costs would have other schedules.
         costs, measured = (self._headroom.foresee(operations.costs), recorded) if operations.agreed else (None, None)
         schedule = self._asked_for(recorded.record, settings, costs, measured)
         return Plan(self, self._guard, schedule, settings, measured)

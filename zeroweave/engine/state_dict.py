@@ -27,7 +27,7 @@ from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.runtime import Runtime
 
 Lent: TypeAlias = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[None]]
-"""Has rank 0's modules show full values, by canonical name; see `ParameterVisibility.lent`."""
+"""Shows full values, by canonical name, in rank 0's modules; see `ParameterVisibility.lent`."""
 
 
 @torch.no_grad()
@@ -166,8 +166,8 @@ def _grouped(parts: EngineContext) -> dict[str, tuple[str, ...]]:
 def stream(parts: EngineContext) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Full parameters (tied ones under each name) and persistent buffers on the CPU of rank 0; nothing elsewhere.
 
-    One bucket is gathered at a time; where each of several groups has its own, each group's in turn. Who leaves early
-    takes part in the other gathers all the same.
+    One bucket is gathered at a time; where each of several groups has its own, each group's in turn. A rank that
+    leaves early still takes part in the other gathers.
     """
     names = _all_names(parts)
     wanted = parts.control.rank == 0

@@ -123,7 +123,7 @@ class Window(Observer):
             self._parts.agreements.backward()
 
     def _warn_unscaled(self) -> None:
-        """A plain `loss.backward()`: said once where that looks unintended."""
+        """A plain `loss.backward()`: warns once where it looks unintended."""
         scale, steps = self._scaler.loss_scale.value, self.divisor
         missing = [f"divide by gradient_accumulation_steps ({steps})"] if steps > 1 else []
         missing += [f"multiply by the loss scale ({scale:g})"] if scale != 1.0 else []

@@ -381,7 +381,7 @@ def _words(told: Mapping[Any, Told]) -> str:
 
 
 def _value(entry: Told, device: torch.device) -> Any:
-    """One's own copy of what belongs to a whole matrix."""
+    """A copy of what belongs to a whole matrix."""
     if isinstance(entry.value, torch.Tensor):
         return entry.value.to(device if entry.on_device else "cpu", copy=True)
     return copy.copy(entry.value)

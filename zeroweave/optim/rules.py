@@ -43,7 +43,7 @@ class Launch(NamedTuple):
     """of its first element, in the flat"""
 
     def issue(self, kernels: Kernels, own: Own) -> None:
-        """Launches the kernel with what all kernels take, and its own. What is not there the gradient stands in for."""
+        """Launches the kernel with what all kernels take, and its own. The gradient replaces what is not there."""
         factor, values = self.gradient.factor, self.gradient.values
         scalars = values if self.scalars is None else self.scalars
         own.kernel[kernels.programs(values.numel())](
@@ -65,7 +65,7 @@ class Own(NamedTuple):
 
 
 class Kernels(Protocol):
-    """What `_triton.rules` has, or what stands in for it."""
+    """What `_triton.rules` has, or what replaces it."""
 
     BLOCK: int
     adagrad: Any

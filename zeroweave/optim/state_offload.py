@@ -209,7 +209,7 @@ class StateOffload:
         return _Landed(master, compact, random)
 
     def _lower(self, bucket: int, landed: _Landed) -> None:
-        """What raises leaves no copies behind."""
+        """What raises leaves no copies."""
         master, compact, random = landed
         home, copies = self._buckets[bucket].home, list[Download]()
         if master is not None:

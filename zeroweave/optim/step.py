@@ -320,7 +320,7 @@ class ShardedOptimizer:
 
     @property
     def sharding_groups(self) -> int:
-        """How many ranks have parameters of their own under one name; 1 where all have the same."""
+        """How many ranks have their own parameters under one name; 1 where all have the same."""
         return max((bucket.layout.groups for bucket in self._views.values()), default=1)
 
     def destroy(self, states: States) -> None:

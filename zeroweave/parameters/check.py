@@ -26,7 +26,7 @@ from zeroweave.parameters.foreign import own_parameters
 from zeroweave.parameters.stub import NO_POST_HOOKS, AtRest
 
 _TRANSIENT_SECONDS: Final = 2.0
-"""How long threads of a communication backend may go on to hold what a collective was handed."""
+"""How long threads of a communication backend may still hold what a collective was handed."""
 
 # Classes of torch that wrap a model, by name: importing FSDP only to ask for its class would be slow.
 _WRAPPERS = {
@@ -206,7 +206,7 @@ def _is_in_use(parameter: nn.Parameter) -> bool:
 
 
 def _await_references(parameters: dict[str, nn.Parameter]) -> None:
-    """Lets references go that no program holds: those of a collective over the parameters that is over."""
+    """Waits until references that no program holds are gone: those of a finished collective over the parameters."""
     end = time.monotonic() + _TRANSIENT_SECONDS * dist.is_initialized()
     while time.monotonic() < end and any(map(_is_in_use, parameters.values())):
         time.sleep(0.02)

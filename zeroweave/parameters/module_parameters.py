@@ -142,8 +142,8 @@ class ModuleParameters:
     def views(self) -> dict[str, nn.Parameter]:
         """New Parameters over the memory of the real ones, by canonical name, for code that may keep what it gets.
 
-        A real parameter must not outlive its storage in the hands of a user. These own a share of the storage and keep
-        it from being freed.
+        User code must not keep a real parameter longer than its storage. These own a share of the storage and keep it
+        from being freed.
         """
         views: dict[str, nn.Parameter] = {}
         for name, real in zip(self._owners, self._reals, strict=True):

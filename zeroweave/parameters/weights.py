@@ -77,7 +77,7 @@ class MadeWeights:
         return value
 
     def _reset(self, module: nn.Module) -> None:
-        """Has a copy of the module, with its own memory, initialise itself."""
+        """Makes a copy of the module, with its own memory, initialise itself."""
         named = (p for p in module._parameters.values() if p is not None)
         own = {id(p): nn.Parameter(_unset(p), requires_grad=p.requires_grad) for p in named}
         known = {**own, **{id(child): child for child in module.children()}}  # what the copy does not copy

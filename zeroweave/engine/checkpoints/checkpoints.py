@@ -102,7 +102,7 @@ class Checkpoints:
             return saving.tag
 
     def _stages(self) -> bool:
-        """Has the next window begin copies for a save. True if it will. Collective."""
+        """Makes the next window begin copies for a save. True if it will. Collective."""
         if not self._parts.between_windows:
             return False
         if not self._scheduler.settings.stage:

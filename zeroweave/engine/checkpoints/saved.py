@@ -32,7 +32,7 @@ from zeroweave.runtime.shard import whole
 from zeroweave.runtime.transfers import Snapshot
 
 _OWN_OPTIONS: Final = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""Of an optimizer's groups: what they are of, and how they compute, which is this run's own affair."""
+"""Keys of an optimizer's groups that belong to this run alone: their parameters, and how they compute."""
 
 _AT_ONCE: Final = 1 << 24
 """Elements that a thread reads in place, while an update waits for it."""
