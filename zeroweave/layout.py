@@ -1,4 +1,4 @@
-"""Where each parameter lies: buckets, slots, shards and fragments. Integers only, no torch.
+"""Where each parameter is stored: buckets, slots, shards and fragments. Integers only, no torch.
 
 A *bucket* is a group of parameters of one dtype, sharding group and `requires_grad` that are gathered and
 reduced together. Its *flat* is a 1-D buffer of `numel` elements:
@@ -52,7 +52,7 @@ ACROSS = "across"
 """The sharding groups of the ranks at one place of all replicas."""
 
 NAME_SEPARATOR = ":"
-"""Between a bucket's base name (a module path) and the suffixes that tell its siblings apart."""
+"""Between a bucket's base name (a module path) and the suffixes that distinguish its siblings."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class ParameterSpec:
     """What the layout needs to know of one distinct parameter (a tied one appears once).
 
     `block` is the qualified name of the block that the parameter belongs to, or None. `group` names the
-    sharding group. `itemsize` is in bytes and follows from `dtype`. `together`: those with equal numbers lie side by
-    side in a bucket, lower ones first.
+    sharding group. `itemsize` is in bytes and follows from `dtype`. `together`: those with equal numbers are next
+    to each other in a bucket, lower ones first.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Fragment:
-    """What of one parameter lies in one rank's shard.
+    """The part of one parameter in one rank's shard.
 
     `start` counts from the first element of the shard, `offset` from the first element of the parameter's
     own flat. Of an empty fragment all three are 0.
@@ -104,7 +104,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `start` to `start + numel` of slot `slot`'s own flat lie at `offset` of a flat.
+    """Elements `start` to `start + numel` of slot `slot`'s own flat are at `offset` of a flat.
 
     `slot` -1: they belong to no slot, and are always zero.
     """
@@ -139,7 +139,7 @@ class BucketLayout:
 
     @property
     def trainable(self) -> bool:
-        """Whether its parameters get gradients: every parameter of a bucket does, or none."""
+        """True if its parameters get gradients: every parameter of a bucket does, or none."""
         return self.requires_grad
 
     @property
@@ -206,7 +206,7 @@ class BucketLayout:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """What lies where in the flat, from end to end: every slot in one piece, and the gaps between them."""
+        """The contents of the flat, from end to end: every slot in one piece, and the gaps between them."""
         slots = (Piece(index, 0, slot.numel, slot.offset) for index, slot in enumerate(self.slots) if slot.numel)
         return with_gaps(slots, self.numel)
 
@@ -237,7 +237,7 @@ def build_layout(
     of neighbours: a run ends where a parameter of a block comes next. With `by_block` 0, which False is, blocks are
     ignored and the model is one run. Within blocks that go together, or a run, parameters are split by dtype,
     `requires_grad` and sharding group, then in order into flats of at most `max_bytes`; a single parameter above that
-    has a bucket of its own. A slot never spans buckets.
+    has its own bucket. A slot never spans buckets.
 
     `groups`: how many groups the `world` ranks fall into under each name of a sharding group; 1 where it is silent.
     `replicas`: of buckets that all ranks share.
@@ -338,7 +338,7 @@ def _together(
 
 
 def _list_of(block: Sequence[ParameterSpec]) -> str:
-    """The list that a block is a member of. One that has a name of its own is in none, and the answer is itself."""
+    """The list that a block is a member of. One that has its own name is in none, and the answer is itself."""
     assert block[0].block is not None
     parent, _, own = block[0].block.rpartition(".")
     return parent if own.isdecimal() else block[0].block
@@ -402,7 +402,7 @@ def _lay_out(
 def _extent_bytes(spec: ParameterSpec) -> int:
     """Bytes from this slot's start to the next one's.
 
-    Never 0: a parameter is found by its offset, so even one without elements takes an offset of its own.
+    Never 0: a parameter is found by its offset, so even one without elements takes its own offset.
     """
     return round_up(max(1, spec.numel * spec.itemsize), ALIGN_BYTES)
 
@@ -414,8 +414,8 @@ def round_up(value: int, unit: int) -> int:
 def _bucket_names(filled: Sequence[Sequence[ParameterSpec]], by_block: int) -> list[str]:
     """One distinct name a bucket, for people: its block, or blocks, or the module of its first parameter.
 
-    Buckets that would share a name get what tells them apart, in this order: dtype, "frozen", sharding
-    group, and a running number where all that is equal: "layers.0:bfloat16:frozen", "layers.3:1".
+    Buckets that would share a name get what distinguishes them, in this order: dtype, "frozen", sharding
+    group, and a running number where all of these are equal: "layers.0:bfloat16:frozen", "layers.3:1".
     """
     heads = [members[0] for members in filled]
     bases = [_base_name(members, by_block) for members in filled]

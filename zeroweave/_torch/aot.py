@@ -19,7 +19,7 @@ def dynamo_backend(**compilers: Any) -> Callable[[torch.fx.GraphModule, Sequence
 
 
 def aot_position(desc: Any) -> int | None:
-    """The position among Dynamo's placeholders that an AOT input descriptor stands for, if it is plain."""
+    """The position among Dynamo's placeholders that an AOT input descriptor describes, if it is plain."""
     from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
     return desc.idx if isinstance(desc, PlainAOTInput) else None
@@ -47,7 +47,7 @@ def aot_gradient_of(desc: Any) -> int | None:
 
 
 def aot_is_tangent(desc: Any) -> bool:
-    """Is an AOT input the gradient of an output of the forward?"""
+    """True if an AOT input is the gradient of an output of the forward."""
     from torch._functorch._aot_autograd.descriptors import TangentAOTInput
 
     return isinstance(desc, TangentAOTInput)

@@ -27,7 +27,7 @@ def unseen() -> AbstractContextManager[None]:
 
 @contextmanager
 def _without_selective() -> Iterator[None]:
-    """Why: see `unseen`. A mode may lie between others, which stay in their order."""
+    """Why: see `unseen`. A mode may be between others, which stay in their order."""
     modes: list[Any] = dispatch._get_current_dispatch_mode_stack()
     if not any(isinstance(mode, _SELECTIVE) for mode in modes):
         yield

@@ -146,7 +146,7 @@ class WindowGradients:
         self._buckets.add(ds_id, value.to(self._reductions.dtype or of), kind=shares is None)
 
     def _note_task(self) -> None:
-        """In a backward of autograd: what has come together is reduced when that is over."""
+        """In a backward of autograd: its end reduces the gradients that have come together."""
         task = current_graph_task()
         if task >= 0 and self._task is None:
             self._task = task
@@ -219,7 +219,7 @@ class WindowGradients:
             parameters = [self._registry.parameters[ds_id] for ds_id in ids]
             shares = [p.shares for p in parameters if p.shares is not None]  # of all, or of none
             numels = [p.numel for p in parameters]
-            # Nothing else tells the ranks' buckets apart that have other parameters of equal sizes.
+            # Nothing else distinguishes ranks' buckets that have other parameters of equal sizes.
             of_ids = xxhash.xxh3_64_intdigest(repr(ids).encode())
             layout = SharesLayout(of_ids, dtype.itemsize, self._registry.world, numels, shares or None)
             self._layouts[ids, dtype] = layout

@@ -152,7 +152,7 @@ class Runtime:
     ) -> None:
         """A parameter of which `ds_tensor` [c] is this rank's partition: elements rank * c to (rank + 1) * c.
 
-        c is at least numel / world, rounded up, and equal on all ranks; what lies beyond the parameter is padding.
+        c is at least numel / world, rounded up, and equal on all ranks; what is beyond the parameter is padding.
         `grad_buffer` [c]: the same part of the gradient, as above. `persistent`: once gathered it stays gathered
         until the forward after the next update. Gradients are cast to `expected_grad_dtype` when they are handed in.
         """
@@ -289,7 +289,7 @@ class Runtime:
         """Makes the registered buffer as large as the largest sharded parameter that a rank has registered. Collective.
 
         The first forward calls it, and so does the first one after a graph was registered. It does nothing where the
-        buffer is large enough, where there is none (`symmetric_memory`), and while profiling.
+        buffer is large enough, without a buffer (`symmetric_memory`), and while profiling.
         """
         registered = self._parts.registry.parameters.values()
         if self._buffered is not None and not self.is_profiling():

@@ -173,7 +173,7 @@ class ZeroweaveFabricStrategy(DDPStrategy):
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Goes on where `save_checkpoint` was called, at any stage and on any number of ranks; returns what is left.
+        """Continues where `save_checkpoint` was called, at any stage and on any number of ranks; returns what is left.
 
         Files of other strategies, with full state dicts, are taken as well. Every byte of an engine's checkpoint is
         checked before anything changes. Collective.

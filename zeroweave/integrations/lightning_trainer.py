@@ -125,7 +125,7 @@ class ZeroweaveStrategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """The LightningModule becomes an engine, with its optimizer if it is to be fitted. Collective.
 
-        An engine that an earlier call has left is evaluated as it is; for another fit it is destroyed, and made anew.
+        An engine that an earlier call has left is evaluated as it is; for another fit it is destroyed, and made again.
         """
         self.accelerator.setup(trainer)
         if self._layer_sync is not None:

@@ -63,7 +63,7 @@ def drop(engine: Engine, zero_grad: Callable[[], None]) -> None:
 
 
 def settings_of(given: ConfigLike | None, library: str) -> Config:
-    """The config that was `given`. ConfigError for what `library` decides, or keeps, beside an engine."""
+    """The config that was `given`. ConfigError for what `library` decides, or keeps, when it has an engine."""
     config = Config.load(given)
     if config.gradient_accumulation_steps != 1:
         raise ConfigError(

@@ -68,7 +68,7 @@ class Ranks:
         """the ranks of each"""
 
     def timed(self, work: Callable[[], object], rounds: int = 0, lead: Callable[[], object] | None = None) -> float:
-        """Seconds of `work`: the median of some runs, each of so many in a row. `lead` comes in front of them."""
+        """Seconds of `work`: the median of some runs, each of so many in a row. `lead` comes before them."""
         clock, rounds = self._clock, rounds or self.sizes.rounds
         found, told = list[float](), [0.0] * self.world
         for _ in range(6):  # the first one warms up
@@ -89,7 +89,7 @@ class Ranks:
         return torch.randn(*shape, device=self.device, dtype=torch.bfloat16)
 
     def matmul(self) -> Callable[[], object]:
-        """The three products of a linear layer and its backward: their operands lie in three ways, and so do rates."""
+        """The three products of a linear layer and its backward: their operands differ in layout, and so do rates."""
         rows, inner, columns = self.sizes.matmul
         x, weight, y = self._random(rows, inner), self._random(columns, inner), self._random(rows, columns)
         to_x, to_weight, to_y = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(y)
@@ -142,7 +142,7 @@ class Ranks:
         return Line(max(0.0, median(t - beta * n for t, n in zip(seconds, sizes, strict=True))), beta)
 
     def beside(self) -> float:
-        """Seconds by which matmuls are longer for each second of gathers beside them."""
+        """Seconds by which matmuls are longer for each second of concurrent gathers."""
         matmul, gathers = self.matmul(), 4
         gather = self.gather(self.sizes.gathers[-1], dist.new_group())
         sent = gathers * self.timed(gather)

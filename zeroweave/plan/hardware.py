@@ -56,7 +56,7 @@ class Efficiency:
 
     matmul, memory and inside are from H200s: 780 of 989 TFLOP/s in large matmuls, 4.24 of 4.8 TB/s in copies, 304 of
     450 GB/s in an all-gather of 256 MiB. attention, between and host are guesses. beside: by how many seconds
-    computation is longer for each second of a collective that runs beside it. kernel: from one kernel to the next.
+    computation is longer for each second of a concurrent collective. kernel: from one kernel to the next.
     launch: of a collective; hop_inside, hop_between: from one rank of a ring to the next.
     """
 

@@ -62,14 +62,14 @@ class PlannedClock(Clock):
         self.lane = Lane()
         """the current one"""
         self._beside = self._peak = self._lately = 0
-        """bytes beside the flats, and at most of all: so far, and since `used` was last asked"""
+        """bytes without the flats, and at most of all: so far, and since `used` was last asked"""
         self._flats, self._away = Gauge(), Gauge()
 
     def attach(self, flats: Gauge, away: Gauge | None) -> None:
         """`flats` counts what is unsharded, `away` what was moved to host memory and counts as alive for all that;
         None: nothing is.
 
-        Once: whoever has them needs a clock first.
+        Called once: their owner needs a clock first.
         """
         self._flats, self._away = flats, away or Gauge()
 
@@ -152,7 +152,7 @@ class Meter(OperatorMode):
         self._clock.add(sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values()))
 
     def alive(self, since: int) -> int:
-        """Bytes that are in use of those that were made behind the first `since`."""
+        """Bytes in use of what was made after the first `since`."""
         return sum(nbytes for number, nbytes, _ in self._alive.values() if number >= since)
 
     @contextmanager

@@ -99,7 +99,7 @@ def make(
     tell: Callable[[str], object] = lambda _: None,
     group_sizes: Sequence[int | None] = (None,),
 ) -> Plans:
-    """One rank of each world at each stage, with AdamW. `settings`: what of a config stands beside the stage.
+    """One rank of each world at each stage, with AdamW. `settings`: of a config, all but the stage.
 
     `group_sizes`: of sharding groups; of those that are no smaller than a world, one: all ranks.
 
@@ -200,7 +200,7 @@ def refuse_worlds(worlds: Iterable[int]) -> None:
 
 
 def lines(plans: Plans) -> Iterator[str]:
-    """A table, with its unit of memory, and what to take. Host memory is a column where something lies there."""
+    """A table, with its unit of memory, and what to take. Host memory is a column where something is in it."""
     unit, name = (_GIB, "GiB") if max(row.peak for row in plans.rows) >= _GIB else (_MIB, "MiB")
     cells = [_HEAD, *(_cells(row, unit) for row in plans.rows)]
     if not any(row.host for row in plans.rows):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 WIDTH: Final = 80
-"""Characters of a line, as far as what it tells can be broken."""
+"""Characters of a line, where its text can be broken."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

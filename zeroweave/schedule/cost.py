@@ -2,7 +2,7 @@
 
 All schedules of one record have the same sequence of ``Run``, ``End`` and ``Reduce``, its *events*. Times of
 computation are kept between them: ``compute[i]`` is what the compute stream did from event i to event i + 1,
-waiting for communication left out. Whatever a pass moves, these stay.
+waiting for communication left out. Passes do not change them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Prediction:
 
 
 def is_event(instruction: Instruction) -> bool:
-    """Does the instruction belong to the record?"""
+    """True if the instruction belongs to the record."""
     return isinstance(instruction, Run | End | Reduce)
 
 
@@ -173,10 +173,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
 
     A collective starts when everything issued to the compute stream before it is done (its storage may have
     been in use until then) and the collective before it is; ``Wait`` and ``Settle`` hold the compute stream
-    until theirs is done. What a ``Run`` computes comes before the instructions behind it. ``End`` and ``Reduce``
-    take no time: what the program computes behind them comes after the instructions that wait for nothing.
+    until theirs is done. What a ``Run`` computes comes before the instructions after it. ``End`` and ``Reduce``
+    take no time: what the program computes after them comes after the instructions that wait for nothing.
     Copies of activations run in the order of their
-    issue; ``Release`` waits for its copy, the event behind the need of a call's activations for theirs. Costs must be
+    issue; ``Release`` waits for its copy, the event after the need of a call's activations for theirs. Costs must be
     the record's.
     """
     _check(schedule, costs)

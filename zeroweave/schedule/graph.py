@@ -29,7 +29,7 @@ Reason: TypeAlias = Literal["compute", "values", "gradient", "storage", "lane"]
 """compute: the order of the record. values: a call needs its bucket
 gathered. gradient: a reduction needs the gradient, its settling the result, the update what has settled. storage: a
 gather needs what the drop before it freed, a drop the last call that reads. lane: collectives run in the order of their
-issue, those by copy engine beside the others."""
+issue, those by copy engine concurrently with the others."""
 
 _End: TypeAlias = tuple[float, tuple[int, Reason] | None]
 
@@ -63,7 +63,7 @@ class Graph:
             free: _End = (0.0, None)  # the lane's as well
             for other, reason in self.before.get(index, ()):
                 end: _End = ((past if reason in ("compute", "storage") else over)[other][0], (other, reason))
-                if reason != "lane":  # the compute stream goes on while the collective before is under way
+                if reason != "lane":  # the compute stream continues while the collective before is under way
                     arrived = max(arrived, end, key=itemgetter(0))
                 free = max(free, end, key=itemgetter(0))
             past.append((arrived[0] + compute, arrived[1]))

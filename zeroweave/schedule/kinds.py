@@ -1,8 +1,8 @@
 """Windows of several kinds, and which kind comes next.
 
-A program may alternate: two micro-steps and three, two losses, training and distillation. Each kind of window has a
-record of its own, and so a schedule of its own, made from costs of its own. Which kind comes next is known only when
-it has come. So it is told from the past: the kind that mostly followed when the same kinds had come in the same order.
+A program may alternate: two micro-steps and three, two losses, training and distillation. Each kind of window has
+its own record, its own costs and so its own schedule. Which kind comes next is known only when it has come. So it is
+predicted from the past: the kind that followed most often after the same kinds in the same order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WindowKind:
         self._known_as = {schedule.fingerprint}
 
     def is_of(self, schedule: Schedule, work: int) -> bool:
-        """Is this the kind of a window after which all ranks would follow this schedule? The same on all ranks."""
+        """True if all ranks would follow this schedule after a window of this kind. The same on all ranks."""
         alike = work == self.work or (self.work is None and work != 0)
         return alike and schedule.fingerprint in self._known_as
 

@@ -49,7 +49,7 @@ def moves_of(record: tuple[Event, ...]) -> tuple[Move, ...]:
 
 
 def merge(ranks: Sequence[tuple[Move, ...]]) -> tuple[Move, ...]:
-    """What all ranks decide by: whatever any of them moves, the most of it, until the first of them needs it.
+    """What all ranks decide by: everything that any of them moves, the most of it, until the first of them needs it.
 
     ``ranks``: in the same order on all of them.
     """
