@@ -102,7 +102,7 @@ class ZeroweaveFabricStrategy(DDPStrategy):
         self.precision.post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """The optimizer step of the engine, behind `closure` if there is one; returns what that did. Collective."""
+        """The optimizer step of the engine, after `closure` if there is one; returns what that did. Collective."""
         if optimizer is not self.engine.optimizer:
             raise EngineError(
                 f"[ZW802] a step of {type(optimizer).__name__}, which fabric.setup was not given with the model"

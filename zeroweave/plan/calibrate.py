@@ -68,7 +68,7 @@ class Ranks:
         """the ranks of each"""
 
     def timed(self, work: Callable[[], object], rounds: int = 0, lead: Callable[[], object] | None = None) -> float:
-        """Seconds of `work`: the median of some runs, each of so many in a row. `lead` comes before them."""
+        """Seconds of `work`: the median of some runs, each of `rounds` calls in a row. `lead` comes before them."""
         clock, rounds = self._clock, rounds or self.sizes.rounds
         found, told = list[float](), [0.0] * self.world
         for _ in range(6):  # the first one warms up
@@ -133,7 +133,7 @@ class Ranks:
         return lambda: all_gather(flat, shard, group).wait()
 
     def line(self, groups: Sequence[Sequence[int]]) -> Line:
-        """Of all-gathers in each of these groups of ranks, at once; ranks in none look on."""
+        """Of all-gathers in each of these groups of ranks at the same time; ranks in none send nothing."""
         made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
         mine = next((group for ranks, group in made if self._rank in ranks), None)
         sizes = self.sizes.gathers
@@ -180,7 +180,7 @@ def measure(device: torch.device) -> Calibration:
 
 
 def measured(ranks: int) -> Calibration:
-    """On so many ranks of this machine. RuntimeError where they fail."""
+    """On `ranks` ranks of this machine. RuntimeError where they fail."""
     return found(*on_ranks(__name__, ranks, _SECONDS))
 
 

@@ -38,7 +38,7 @@ class Lane:
 
 
 class Passed:
-    """A time on some lane, with the words of an event of CUDA: who waits is the current lane of the clock."""
+    """A time on some lane, with the methods of a CUDA event. The clock's current lane waits."""
 
     def __init__(self, clock: PlannedClock, time: float) -> None:
         self._clock, self.time = clock, time
@@ -66,7 +66,7 @@ class PlannedClock(Clock):
         self._flats, self._away = Gauge(), Gauge()
 
     def attach(self, flats: Gauge, away: Gauge | None) -> None:
-        """`flats` counts what is unsharded, `away` what was moved to host memory and counts as alive for all that;
+        """`flats` counts what is unsharded, `away` what was moved to host memory and still counts as alive;
         None: nothing is.
 
         Called once: their owner needs a clock first.
@@ -225,7 +225,7 @@ class PlannedKernel:
 
 
 class PlannedKernels:
-    """In the place of `_triton.rules`."""
+    """Instead of `_triton.rules`."""
 
     BLOCK = 1
 

@@ -43,8 +43,8 @@ class Row:
     gathered as there is room for). exposed: seconds in which the computation waits for collectives and copies.
     parameters: shards and masters. gradients: the reduced ones, and what backwards that do not reduce have added up.
     flats: of parameters and of gradients in flight, at most. activations: what the forward leaves for the backward; if
-    they are moved to host memory, what of it is still on the device at its end. peak: everything at once, at most.
-    fits: is that within the room? All of these are on the device. host: everything in host memory, at most.
+    they are moved to host memory, what of it is still on the device at its end. peak: everything together, at most.
+    fits: true if that is within the room. All of these are on the device. host: everything in host memory, at most.
     """
 
     stage: int
@@ -70,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Advice:
-    """The row to take on a world, None where none fits, and why."""
+    """The row to take on a world, or None if none fits, and why."""
 
     world: int
     take: Row | None

@@ -145,7 +145,7 @@ class PlannedRank:
     """Rank 0 of `world` ranks, with a model that is on `meta` and is used up.
 
     `batch` is one as `Engine.train_step` takes it, on `meta`: that of every micro-step. `optimizer` makes one of
-    parameters. EngineError for a config of what plans know nothing about.
+    parameters. EngineError for settings that plans do not know.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class PlannedRank:
 
         `room`: bytes of the device that may be in use at most, for schedules that fill what is free; 0: unknown.
 
-        EngineError, which names the module, where the program asks for values, which no tensor has.
+        EngineError, which names the module, if the program asks for values: no tensor has any.
         """
         try:
             record = self._step(None).record

@@ -116,7 +116,7 @@ class Program:
     """A graph of AOTAutograd as memory and time.
 
     It takes its arguments in one list, which it empties, and returns what the graph would, of the same shapes, strides
-    and storages, under `scope`. `spend(seconds)` hears of each kernel. `fuses`: do operators share kernels?
+    and storages, under `scope`. `spend(seconds)` hears of each kernel. `fuses`: true if operators share kernels.
     """
 
     def __init__(

@@ -6,9 +6,9 @@
     - beside            model state, and everything else that no pass can change
     = flats, reductions in flight, activations
 
-Passes see what these take at once. The device has more: places, in which copy engines gather, are there all the time,
-and graphs have memory of their own. So what a schedule takes of the device is looked at when it is made, and where that
-is too much, it is made once more for less.
+Passes see what these take together. The device has more: places, in which copy engines gather, are always there,
+and graphs have their own memory. So what a schedule takes of the device is checked when it is made, and where that
+is too much, it is made again for less.
 
 All of it follows from costs that the ranks have agreed on, so that all have the same budget.
 """
@@ -58,8 +58,8 @@ def budget(costs: Costs, measured: Schedule) -> int | None:
 
 
 def lowered(memory: int, schedule: Schedule, costs: Costs, measured: Schedule) -> int | None:
-    """What is to be filled instead of `memory`, which `schedule` was made for: as much where the device has room for
-    that schedule, else less, as by `budget`.
+    """What to fill instead of `memory`, which `schedule` was made for: the same where the device has room for that
+    schedule, else less, as by `budget`.
     """
     over = taken(schedule, costs) - _free(costs)
     return memory if over <= 0 else _no_less(memory - max(over, memory // 8), costs, measured)
@@ -68,7 +68,7 @@ def lowered(memory: int, schedule: Schedule, costs: Costs, measured: Schedule) -
 def taken(schedule: Schedule, costs: Costs) -> int:
     """Bytes that the device is to have for all that schedules decide about.
 
-    A step without a schedule gathers in no place, and takes what steps took that were measured.
+    A step without a schedule gathers in no place, and takes what measured steps took.
     """
     shared = gathered_of(schedule, schedule.places.keys() | schedule.stays)
     memory = simulate(schedule, costs).memory

@@ -67,7 +67,7 @@ class Schedule:
 
     @cached_property
     def calls(self) -> dict[tuple[Call, int], tuple[int, int]]:
-        """For each call, by number: the index of its Run, and that of its End, or the former again where it has none.
+        """For each call, by number: the index of its Run, and that of its End, or of its Run again if it has none.
 
         An End closes the last open Run of its call.
         """
@@ -102,7 +102,7 @@ class Schedule:
 
     @cached_property
     def stays(self) -> frozenset[int]:
-        """Buckets that are still held at the end: gathered once, and again only behind what changes them."""
+        """Buckets that are still held at the end: gathered once, and again only after what changes them."""
         held: Counter[int] = Counter(i.bucket for i in self.instructions if isinstance(i, Unshard))
         held.subtract(i.bucket for i in self.instructions if isinstance(i, Reshard))
         return frozenset((+held).keys())
@@ -294,8 +294,8 @@ class Schedule:
     def load(cls, path: str | os.PathLike[str]) -> Schedule:
         """A schedule that was saved, equal to it and verified.
 
-        Raises ScheduleError, naming the file and what is wrong in it, for a file of another version, one that is
-        none, and a schedule that is not right.
+        Raises ScheduleError, naming the file and what is wrong in it, for a file of another version, another
+        file, and a schedule that is not right.
         """
         file = read(path)
         schedule = cls(file.instructions, file.record, file.facts)
@@ -361,7 +361,7 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     settled: dict[int, None] = {}  # in the order of each bucket's last Settle
     used = {bucket for event in record if isinstance(event, Entered) for bucket in event.uses}
     unused = sorted(facts.kept_by_stage - used)  # kept, used by no call, not yet unsharded
-    at_once = len(facts.kept_by_stage) < len(facts.by_id)  # at stage 3: ranks may use these in calls of their own
+    at_once = len(facts.kept_by_stage) < len(facts.by_id)  # at stage 3: ranks may use these in their own calls
 
     def unshard(buckets: Iterable[int]) -> None:
         needed = [bucket for bucket in buckets if bucket not in kept]

@@ -168,7 +168,7 @@ class Facts:
     passes/keep.py).
     placed: buckets that are gathered at a fixed address, each in its own place or in one that it shares with others
     that are gathered at other times (see places.py).
-    copied: those of them that copy engines gather.
+    copied: those of the placed that copy engines gather.
     replicated: trainable buckets that several sharding groups have: reduced and gathered across groups once a step.
     memory: bytes of flats, reductions in flight and activations that "auto" may reach; None: what the schedule with
     prefetch 1 reaches, and the largest bucket more.
@@ -226,9 +226,9 @@ class Facts:
         return max((bucket.nbytes for bucket in self.buckets if bucket.trainable), default=0)
 
     def load(self, buckets: Iterable[int]) -> int:
-        """What reductions of these buckets count among ``depth`` if they are in flight at once: one each.
+        """What these buckets' reductions count towards ``depth`` while all are in flight: one each.
 
-        Slight ones count one for each time that they have the bytes of the largest bucket together. A bucket of a norm
+        Slight ones together count one for each time that they have the bytes of the largest bucket. A bucket of a norm
         alone would else take the place of a block, although its flat is small.
         """
         count = together = 0

@@ -1,4 +1,4 @@
-"""The dependency graph of a schedule: which instruction cannot start before which other one is over, and why."""
+"""The dependency graph of a schedule: which instruction must wait for which other one, and why."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Graph:
         No schedule of this record with these gathers is faster, however its instructions are moved in time.
         """
         # For each instruction when the compute stream is past it, and when the collective that it starts is over
-        # (the former again, where it starts none); behind each which of these it waited for.
+        # (the former again, where it starts none); after each, which of these it waited for.
         past: list[_End] = []
         over: list[_End] = []
         for index, (compute, send) in enumerate(self._seconds(costs)):
@@ -113,7 +113,7 @@ def dependencies(schedule: Schedule) -> Graph:
             edges.append((start, stop, reason))
 
     def queue(index: int, kind: Kind, bucket: int) -> None:
-        """What is sent runs behind what was sent before in its way."""
+        """What is sent runs after what was sent before on the same lane."""
         copies = schedule.by_copy_engine(kind, bucket)
         edge(collective.get(copies), index, "lane")
         collective[copies] = index

@@ -11,14 +11,14 @@ Instructions
     reduction of the window's sum across groups, which its own ``Settle`` makes usable, and ``GatherAcross``
     brings what an ``Update`` has changed to all groups. ``Free`` frees the activations that no backward has
     used up. ``Offload`` starts to copy what a forward call has saved into host memory, ``Release`` waits for that
-    copy and gives the device memory back, ``Reload`` starts to bring it back. The call is the ``number``-th of the
+    copy and frees the device memory, ``Reload`` starts to bring it back. The call is the ``number``-th of the
     step's equal ones, from 0. ``Stage`` starts to copy what a checkpoint wants of a bucket into host memory, before
     an ``Update`` writes it; while no checkpoint is being saved it does nothing.
 
 Ends of calls
     ``Run`` marks a call's start and, where nothing happens inside the call, also its end. ``End`` is there
     only for a call inside which another event is (a call nested in it or overlapping it, a ``Reduce``), or
-    while the same call is open twice, where one ``Run`` could not tell whose end it is.
+    while the same call is open twice, where one ``Run`` could not tell which of them ends.
 
 Events
     What the runtime records of one optimizer step: ``Entered`` and ``Left`` for every call, ``Ready`` where a
@@ -224,7 +224,7 @@ def ends(record: Iterable[Event]) -> frozenset[int]:
 
 
 def numbered(record: tuple[Event, ...]) -> Iterator[tuple[int, Event, bool]]:
-    """Each event, behind how many instructions of ``project`` it comes, and whether it becomes one of them."""
+    """Each event, how many instructions of ``project`` come before it, and whether it becomes one of them."""
     marked = ends(record)
     before = 0
     for index, event in enumerate(record):

@@ -14,8 +14,8 @@ class Move:
     """What the ``number``-th of the step's equal calls has saved. Events are those of ``instructions.project``.
 
     since: how many events come up to and including the call's ``Run``. until: how many come before a backward asks for
-    it. inside: does it ask in the middle of a call in which nothing else happens, so that no event tells its end from
-    its beginning? nbytes: of what can be moved, without what later calls have saved as well.
+    it. inside: true if it asks in the middle of a call in which nothing else happens, so that no event distinguishes
+    its end from its beginning. nbytes: of what can be moved, without what later calls have saved as well.
     """
 
     call: Call

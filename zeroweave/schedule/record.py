@@ -204,7 +204,7 @@ def _sent(
 class Operations(Sequence[Operation]):
     """The collectives of a recorded step, in order, with what is needed to make another schedule of its record.
 
-    agreed: are the costs those of all ranks? Else the ranks compute different things, and these are one rank's own.
+    agreed: true if the costs are those of all ranks. Else the ranks compute different things, and these are one rank's.
     """
 
     steps: tuple[Step, ...]
@@ -300,7 +300,7 @@ def _held(step: Step) -> list[int]:
     """Bytes, without its gradient flat, that each event, if it is a reduction, has until it is settled.
 
     Gradients that were copied into the flat, casts, and the result where it is added to another: all that a ``Settle``
-    gives back. Fewer than none where there was no such flat.
+    frees. Negative without such a flat.
     """
     sizes, instructions = step.schedule.facts.sizes, step.schedule.instructions
     held = [0] * sum(map(is_event, instructions))

@@ -93,7 +93,7 @@ def _lines(items: Iterable[Instruction] | Iterable[Event]) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> File:
-    """What a file holds; ScheduleError that names the file and the field if it is none."""
+    """What a file holds; ScheduleError, naming the file and the field, if it is another file."""
     name = os.fspath(path)
     try:
         return File.model_validate_json(Path(path).read_bytes())

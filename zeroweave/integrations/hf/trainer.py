@@ -214,7 +214,7 @@ class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
         return super().predict(*args, **self._together(kwargs))
 
     def _together(self, generation: dict[str, Any]) -> dict[str, Any]:
-        """Ranks whose sequences have ended go on with those that have not: at stage 3 all take part in each forward."""
+        """Ranks whose sequences have ended continue with the others: at stage 3 all take part in each forward."""
         return {"synced_gpus": self.args.world_size > 1, **generation}
 
 

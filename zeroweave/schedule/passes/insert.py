@@ -14,9 +14,9 @@ def insert(schedule: Schedule) -> Schedule:
     After:   Run head forward · Run head backward · Reshard head
 
     The same for calls on one bucket that follow each other: a block run in pieces, a layer called several
-    times. Calls that use no bucket do not count. Holds are counts, and the hold that
-    ``Reshard b`` would have dropped becomes the one that ``Unshard b`` would have taken. Changes nothing where
-    only that stays within ``facts.memory``.
+    times. Calls that use no bucket do not count. Holds are counts: the hold that ``Reshard b`` would have dropped
+    becomes the one that ``Unshard b`` would have taken. Changes nothing where only that stays within
+    ``facts.memory``.
     """
     dropped: set[int] = set()
     candidates: dict[int, list[int]] = {}  # bucket -> its Reshards since the last call on other buckets only

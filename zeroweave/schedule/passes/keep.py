@@ -18,8 +18,8 @@ def keep(schedule: Schedule) -> Schedule:
     Before:  Run 0 · Reshard 0 · Unshard 1 · Wait 1 · Run 1 · … · Unshard 0 · Wait 0 · Run 0 backward · Reshard 0
     After:   Run 0 · Unshard 1 · Wait 1 · Run 1 · … · Run 0 backward · Reshard 0
 
-    Such a bucket is gathered once in the window, however many micro-steps that has. One that no update changes loses
-    its last ``Reshard`` as well: it stays from one window to the next, and is gathered no more.
+    Such a bucket is gathered once in the window, with any number of micro-steps. One that no update changes loses
+    its last ``Reshard`` as well: it stays from one window to the next, and is not gathered again.
 
     Before:  Run 0 · Reshard 0 · … · Unshard 0 · Wait 0 · Run 0 backward · Reshard 0 · …
     After:   Run 0 · … · Run 0 backward · …

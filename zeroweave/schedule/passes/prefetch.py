@@ -71,7 +71,7 @@ def _in_time(schedule: Schedule, costs: Costs, most: int) -> Schedule:
     reductions, beside = _reductions_end(schedule, costs, begins), [0.0] * (len(begins) + 1)
     moved: dict[int, list[Instruction]] = {}
     taken: set[int] = set()
-    later = float("inf")  # when the gather behind must start at the latest
+    later = float("inf")  # when the gather after it must start at the latest
     for index, bucket, behind, wait in reversed(_gathers(schedule)):
         nbytes = schedule.facts.by_id[bucket].nbytes
         seconds = costs.seconds("all_gather", bucket, nbytes) * _MARGIN
@@ -91,7 +91,7 @@ def _in_time(schedule: Schedule, costs: Costs, most: int) -> Schedule:
 
 
 def _gathers(schedule: Schedule) -> list[tuple[int, int, int, int]]:
-    """(index, bucket, index that it stays behind, index of its Wait) of each Unshard that starts a gather."""
+    """(index, bucket, index that it stays after, index of its Wait) of each Unshard that starts a gather."""
     found: list[tuple[int, int, int, int]] = []
     floor: dict[int, int] = {}
     waiting: dict[int, tuple[int, int]] = {}
@@ -178,5 +178,5 @@ class _Stretches:
         self.of.append(len(self.first))
 
     def next(self, index: int) -> int:
-        """The first Run behind an instruction; one more than there are where none is."""
+        """The first Run after an instruction; one more than there are if none follows."""
         return bisect_left(self.runs, index)
