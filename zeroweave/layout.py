@@ -40,7 +40,7 @@ ALIGN_BYTES = 128
 """Slots and shards start at multiples of this: a full cache line, and what vector loads and NCCL like."""
 
 GROUP_MARK = "@"
-"""Between a parameter's name and the number of the sharding group whose own it is."""
+"""Between a parameter's name and the number of the sharding group that it belongs to."""
 
 WORLD = "world"
 """The sharding group of all ranks."""
@@ -120,7 +120,7 @@ class BucketLayout:
     """One bucket: its slots, block by block in model order, and the size of its flat (`numel`, padding included).
 
     `numel` is a positive multiple of `world * ALIGN_BYTES / itemsize`. `group` names its sharding group, of which there
-    are `groups`, with `world` ranks each: every `groups`-th rank, or `consecutive` ones. `replicas`: so many groups of
+    are `groups`, with `world` ranks each: every `groups`-th rank, or `consecutive` ones. `replicas`: how many groups of
     consecutive ranks gather it among themselves; a divisor of `world`, and 1 unless all ranks share the bucket.
     """
 
@@ -153,11 +153,11 @@ class BucketLayout:
         return self.numel * self.itemsize
 
     def number(self, rank: int) -> int:
-        """Which of the `groups` groups has `rank` of the engine."""
+        """Which of the `groups` groups `rank` of the engine is in."""
         return rank // self.world if self.consecutive else rank % self.groups
 
     def place(self, rank: int) -> int:
-        """The place that `rank` of the engine has in its group: whose shard is its own."""
+        """The place of `rank` of the engine in its group: the rank has that place's shard."""
         if self.consecutive:
             return rank % self.world
         if self.replicas > 1:
@@ -232,14 +232,14 @@ def build_layout(
 ) -> tuple[BucketLayout, ...]:
     """Lay the parameters out in buckets; ids count from 0 in the order of each bucket's first parameter.
 
-    A block's parameters go together. With `by_block` 1, which True is, a bucket never spans two blocks; with more, so
+    A block's parameters go together. With `by_block` 1, which True is, a bucket never spans two blocks; with more, that
     many neighbouring blocks of one list go together, or as many as fit into `max_bytes`. The other parameters form runs
     of neighbours: a run ends where a parameter of a block comes next. With `by_block` 0, which False is, blocks are
     ignored and the model is one run. Within blocks that go together, or a run, parameters are split by dtype,
     `requires_grad` and sharding group, then in order into flats of at most `max_bytes`; a single parameter above that
     has its own bucket. A slot never spans buckets.
 
-    `groups`: how many groups the `world` ranks fall into under each name of a sharding group; 1 where it is silent.
+    `groups`: how many groups the `world` ranks form under each name of a sharding group; 1 for names that it lacks.
     `replicas`: of buckets that all ranks share.
 
     The result depends on the arguments alone, so every rank computes the same. ValueError for a world or
@@ -308,7 +308,7 @@ def _check(
 
 
 def _units(specs: Sequence[ParameterSpec], by_block: int, world: int, max_bytes: int) -> list[list[ParameterSpec]]:
-    """The blocks, so many together, and the runs between. A block's parameters need not be neighbours (tied ones)."""
+    """Blocks, `by_block` together, and the runs between. A block's parameters need not be neighbours (tied ones)."""
 
     def in_block(spec: ParameterSpec) -> bool:
         return by_block > 0 and spec.block is not None
@@ -360,7 +360,7 @@ def _alike(specs: Iterable[ParameterSpec], key: Callable[[ParameterSpec], object
 def _split_by_size(alike: Sequence[ParameterSpec], world: int, max_bytes: int) -> list[list[ParameterSpec]]:
     """Fill greedily in order: a bucket is closed when the next parameter would lift its flat over the cap.
 
-    The padding counts, of which more ranks need more: they may close it earlier. Then parameters have other places in
+    The padding counts, and more ranks need more of it: they may close it earlier. Then parameters have other places in
     their flats. Buckets that no cap closes have the same members at the same offsets on any number of ranks.
     """
     parts: list[list[ParameterSpec]] = []

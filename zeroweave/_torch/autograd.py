@@ -53,15 +53,15 @@ def _goes_into(parameter: torch.Tensor) -> bool | None:
 def recomputing() -> bool:
     """True if this forward is run again inside a backward by non-reentrant checkpointing.
 
-    Why: its graph is thrown away, so that no gradient may be expected from it. The innermost saved-tensors
-    hook tells: nothing else does.
+    Why: its graph is thrown away, so that no gradient may be expected from it. Only the innermost saved-tensors
+    hook tells.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 
 
 def checkpoint_segment() -> weakref.ref[Any] | None:
-    """What tells this non-reentrant checkpoint from others, while its function runs for the first time; None outside.
+    """The identity of this non-reentrant checkpoint while its function runs for the first time; None outside.
 
     One object for each, to be compared by identity. Why: in a backward everything inside runs again before anything
     inside is differentiated. The reference is weak because a checkpoint's hook holds its inputs.
@@ -73,7 +73,7 @@ def checkpoint_segment() -> weakref.ref[Any] | None:
 
 @contextmanager
 def allowing_hooks_again() -> Iterator[None]:
-    """At the end hooks for saved tensors are allowed, if they were at the begin.
+    """At the end hooks for saved tensors are allowed if they were at the beginning.
 
     Why: `torch.func.grad` forbids them while it runs, and Dynamo, which traces that, leaves it so where it fails.
     """

@@ -1,4 +1,4 @@
-"""Dynamo: what it compiles, what it kept and why."""
+"""Dynamo: what it compiles, what it keeps and why."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def compile_with_limit(function: Callable[..., Any], limit: int, **options: Any)
     """`torch.compile(function, **options)`, of which Dynamo compiles at most `limit` variants of a code object.
 
     Why: `torch.compile` takes a limit since 2.13. Before, it is in `torch._dynamo.config` only, where it is
-    everybody's; it is set there while a call lasts, because Dynamo reads it whenever it meets a new variant.
+    global; it is set there while a call lasts, because Dynamo reads it whenever it meets a new variant.
     """
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = limit

@@ -41,8 +41,8 @@ def unused_bytes(pool: tuple[int, int]) -> int:
 
     Why: up to PyTorch 2.13 `torch.cuda.memory_snapshot` gives up a reference to each object that it is asked with, and
     none is its own (PyTorch's pull request 196366). A number above 256 is freed at once, while the id has it, and the
-    process ends sooner or later. So each gets a reference that can be given up. Where none is any more, the few numbers
-    merely stay.
+    process ends sooner or later. So each gets a reference that can be given up. Once PyTorch gives up none, the few
+    numbers stay.
     """
     for given in (*pool, False):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(given))

@@ -52,7 +52,7 @@ def inductor_compile(
 
     Compiled in its own tracing context: Inductor asserts that no other graph's output strides are in it.
     An inference graph has had no partition, so that Inductor's joint passes are run here. Inductor's option for code in
-    C++ around the kernels is handed on: `compile_fx`, which would do so, is not called.
+    C++ around the kernels is handed on here: `compile_fx`, which would do so, is not called.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner, get_cpp_wrapper_config
@@ -128,7 +128,7 @@ def _told_apart_by_processor(devices: Sequence[torch.device]) -> AbstractContext
 
 
 def inductor_calls(operator: Any) -> None:
-    """Lets Inductor call an operator that is in a graph as it is, for good.
+    """From now on Inductor calls an operator that is in a graph as it is.
 
     Why: without being told it would do so, too, but it copies arguments of operators that it does not know where they
     are not contiguous in a backward, as in each matmul for a weight's gradient. And with CI in the environment it
@@ -194,7 +194,7 @@ def inductor_lock_folder() -> Path | None:
 
 
 def inductor_settings() -> str:
-    """PyTorch's version and a hash of Inductor's options. Why: they decide on the code, and on the cache's keys."""
+    """PyTorch's version and a hash of Inductor's options. Why: code and cache keys depend on them."""
     from torch._inductor import config
 
     return f"{torch.__version__} {config.get_hash().hex()}"

@@ -20,7 +20,7 @@ def unseen() -> AbstractContextManager[None]:
     """Inside, selective activation checkpointing does not see operations; other modes do.
 
     Why: it counts the operations of a forward, and wants the same ones when that runs again. But what is gathered and
-    reduced in between is another matter then. The modes are private, and so is the stack of them.
+    reduced in between differs then. The modes are private, and so is the stack of them.
     """
     return _without_selective() if torch._C._len_torch_dispatch_stack() else nullcontext()
 

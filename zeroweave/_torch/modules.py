@@ -32,7 +32,7 @@ def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 class Inside:
-    """Which modules are inside of a model, and where parameters stand in each, when this is made.
+    """Which modules are inside a model, and where parameters are in each, when this is made.
 
     Why: nothing public tells that they come and go. A program may exchange a module's dictionaries, so that they are
     looked at in place.
@@ -43,7 +43,7 @@ class Inside:
         self._insides = [own for own in map(vars, model.modules()) if own.keys() >= {"_modules", "_parameters"}]
         entries = [own["_parameters"] for own in self._insides]
         self._spare = [(each, name) for each in entries for name, p in each.items() if p is None]
-        """where none stands, such as a bias that is left out"""
+        """where no parameter is, such as a bias that is left out"""
         self._children, self._sizes = self._children_now(), self._sizes_now()
 
     @property
@@ -89,7 +89,7 @@ class Hooks:
         self._walk()
 
     def now(self) -> tuple[int, ...]:
-        """Their numbers, which are never given twice, in their order. Asked in each step, of all modules."""
+        """The unique numbers of the hooks, in their order. Asked in each step, of all modules."""
         if not self._inside.modules_hold:
             self.exchanges += 1
             self._inside = Inside(self._module)

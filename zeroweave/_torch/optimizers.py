@@ -1,4 +1,4 @@
-"""Who listens to the step of an optimizer."""
+"""Hooks and wrappers of an optimizer's step."""
 
 from __future__ import annotations
 

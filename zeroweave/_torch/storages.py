@@ -1,4 +1,4 @@
-"""Storages and who holds them."""
+"""Storages and their owners."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A *window* is what the backwards up to an updating one add up to; the next backward begins a new one. ZeRO-1
 adds up locally and reduces when the backward updates, ZeRO-2 and 3 reduce each time: that is a flag of the
-graph. All else (where a reduced gradient goes, first or later) belongs to the parameter, whichever graphs
-contribute, so that a recompilation inside a window changes nothing.
+graph. All else (where a reduced gradient goes, first or later) belongs to the parameter, and not to
+the graphs that contribute, so that a recompilation inside a window changes nothing.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class WindowGradients:
             grad_buffer.copy_(old.view_as(grad_buffer))
 
     def _start(self, parts: dict[int, torch.Tensor]) -> None:
-        ids = tuple(sorted(parts))  # in whichever order this rank was handed them
+        ids = tuple(sorted(parts))  # regardless of the order in which this rank was handed them
         first = parts[ids[0]]
         dtype = self._reductions.dtype or first.dtype
         layout = self._layout(ids, dtype)

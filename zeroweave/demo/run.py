@@ -33,7 +33,7 @@ DIFFERENCE: Final = 1e-5
 _COMPARED_STEPS: Final = 3
 _DEADLINE_SECONDS: Final = 600.0
 _LAST: Final = 10
-"""The final loss is the mean of so many steps, because one batch is noisy."""
+"""The final loss is the mean of this many steps, because one batch is noisy."""
 _SHOWN: Final = "layers.1"
 """The block whose schedule is printed: one with neighbours on both sides."""
 

@@ -77,8 +77,8 @@ class ZeroweaveAccelerator(Accelerator):
     """An `accelerate.Accelerator` that trains one model with a zeroweave engine, and evaluates others with theirs.
 
     `zeroweave_config`: what `zeroweave.initialize` takes as config. All else are Accelerate's arguments;
-    `mixed_precision` becomes `precision.autocast`. UnsupportedError or ConfigError, by name, for what cannot be had
-    with an engine. Methods that are not here are Accelerate's own.
+    `mixed_precision` becomes `precision.autocast`. UnsupportedError or ConfigError, by name, for what engines do not
+    support. Methods that are not here are Accelerate's own.
     """
 
     _models: list[Any]
@@ -180,7 +180,7 @@ class ZeroweaveAccelerator(Accelerator):
         raise UnsupportedError("clip_grad_value_(): gradients are sharded over the ranks; use clip_grad_norm_()")
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Nothing is left to do: all gradients that the engine shows are without the loss scale."""
+        """Does nothing: all gradients that the engine shows are without the loss scale."""
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
         """UnsupportedError on several ranks: all of them take the same steps."""

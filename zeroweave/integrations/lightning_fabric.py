@@ -220,7 +220,7 @@ def _engine_of(module: nn.Module) -> Engine:
 
 
 def _split(state: Mapping[str, Any]) -> tuple[ZeroweaveModel, dict[str, Any]]:
-    """The model in `state`, and what neither it nor its optimizer is."""
+    """The model in `state`, and all of `state` but it and its optimizer."""
     models = [value for value in state.values() if isinstance(value, ZeroweaveModel)]
     if len(models) != 1:
         raise EngineError(

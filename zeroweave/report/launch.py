@@ -83,7 +83,7 @@ def launch(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def passing_on(number: signal.Signals) -> Iterator[None]:
-    """A signal that comes to this process goes to the processes that it has started."""
+    """A signal to this process goes to the processes that it has started."""
 
     def send(*_: object) -> None:
         for children in Path("/proc/self/task").glob("*/children"):
@@ -101,7 +101,7 @@ def passing_on(number: signal.Signals) -> Iterator[None]:
 def cause(error: ChildFailedError, logs: Path) -> tuple[int, int, str]:
     """The rank that failed first, its exit code, and ": reason" or "".
 
-    torchrun asks whose process was gone first. A rank that missed another one, or that the alarm has ended without its
+    torchrun asks which process was gone first. A rank that missed another one, or that the alarm has ended without its
     own reason, may be gone before the one that it is about. That one has noted its exception in `logs`, where all
     of this machine's ranks do. A rank that others have waited for until the deadline was ended by torchrun.
     """
@@ -194,7 +194,7 @@ def first_line(message: object) -> str:
 
 
 def on_ranks(module: str, ranks: int, seconds: float) -> tuple[str, str]:
-    """What a module prints on so many ranks of this machine, on both streams.
+    """What a module prints on `ranks` ranks of this machine, on both streams.
 
     RuntimeError where they take more than `seconds`.
     """

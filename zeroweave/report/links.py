@@ -71,7 +71,7 @@ def _cure(device: str, inside: bool) -> str:
 
 
 def measured(ranks: int) -> Links:
-    """Between so many ranks of this machine. RuntimeError where they fail."""
+    """Between `ranks` ranks of this machine. RuntimeError where they fail."""
     return Links(**answer_of(_MARK, *on_ranks(__name__, ranks, _SECONDS)))
 
 

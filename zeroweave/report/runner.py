@@ -111,7 +111,7 @@ def own_frames(error: BaseException) -> TracebackType | None:
 
 
 def is_interrupted(error: BaseException | None) -> bool:
-    """True if Ctrl-C ended the script. What came after it may have failed, and raised something else."""
+    """True if Ctrl-C ended the script. What came after it may have failed, and raised another error."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None

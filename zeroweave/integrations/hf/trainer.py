@@ -1,6 +1,6 @@
 """transformers' Trainer on an engine.
 
-The Trainer's loop stays what it is. Its accelerator is `TrainerAccelerator`, so that forwards, backwards, clipping and
+The Trainer's loop is unchanged. Its accelerator is `TrainerAccelerator`, so that forwards, backwards, clipping and
 steps are the engine's; overridden here is what reads or writes the model's or the optimizer's values.
 """
 
