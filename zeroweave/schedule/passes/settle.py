@@ -1,4 +1,4 @@
-"""Settle: a reduction that is over gives its flat back at once."""
+"""Settle: a reduction that is over frees its flat early."""
 
 from __future__ import annotations
 
