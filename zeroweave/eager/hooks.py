@@ -151,8 +151,8 @@ def hook_gradients(runtime: Runtime, stubs: Mapping[str, nn.Parameter]) -> list[
 def hook_gradient(parameter: nn.Parameter, runtime: Runtime, bucket: int, slot: int) -> RemovableHandle:
     """Delivers what autograd accumulates into a parameter as the slot's gradient.
 
-    The hook does not keep the runtime: Python's garbage collector cannot look into it, so whatever it holds would live
-    as long as it does, for ever where that holds the parameter.
+    The hook does not keep the runtime: Python's garbage collector cannot look into it, so what it holds would live
+    as long as the hook does, and never be freed if it holds the parameter.
     """
     reference = weakref.ref(runtime)
 
@@ -172,5 +172,5 @@ def hook_gradient(parameter: nn.Parameter, runtime: Runtime, bucket: int, slot: 
 
 
 def hooks_beside(parameter: torch.Tensor, trained: bool) -> tuple[int, ...]:
-    """What is registered on a parameter beside the hook of `hook_gradient`, the first of a `trained` one: by number."""
+    """The ids of a parameter's hooks other than that of `hook_gradient`, which is the first of a `trained` one."""
     return *tensor_hooks(parameter), *post_accumulate_hooks(parameter)[int(trained) :]

@@ -21,10 +21,10 @@ from zeroweave.runtime.runtime import Runtime
 
 
 class ParameterVisibility:
-    """What the modules show: real, watched parameters while anybody computes; else stubs, or views if open.
+    """What the modules show: real, watched parameters during computation; else stubs, or views if open.
 
     The views are for users, who may keep them: they own a share of the flat, which then lingers. When their time
-    is over (`close`, for real parameters the step), whatever parameter a user has kept becomes a stub.
+    is over (`close`, for real parameters the step), each parameter that a user has kept becomes a stub.
     """
 
     def __init__(self, runtime: Runtime, parameters: ModuleParameters, access: Access) -> None:
@@ -193,7 +193,7 @@ class ParameterVisibility:
             self._note(shown=False)
 
     def reset(self) -> None:
-        """After an exception: nobody computes any more."""
+        """After an exception: no computation is left."""
         while self._count:
             self.hide()
 

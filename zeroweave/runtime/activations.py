@@ -50,7 +50,7 @@ class Activations:
         return saved.tensor
 
     def free(self) -> None:
-        """Frees what is still kept, but for memory that somebody else can read; its backward is refused."""
+        """Frees what is still kept, except for memory that other code can read; its backward is refused."""
         if self.offloading is not None:
             self.offloading.settle()
         tensors = [saved.take() for saved in self._saved]
