@@ -115,7 +115,7 @@ class Ledger:
         self.waiting: tuple[int, float] | None = None
         """number and time (`time.monotonic`) of the collective that this rank began to wait for last; None: it came
 
-        On a device nobody knows when it has come: there it stays.
+        On a device the end is not known to the host: the value stays.
         """
 
     def at(self, call: str) -> None:
@@ -128,7 +128,7 @@ class Ledger:
         """Notes one collective when it is issued.
 
         `payload`: bytes of the full flat, padding included; see `Traffic`. `group`: the sharding group's name, `world`:
-        its ranks (None: all); what goes across replicas is a kind of its own. This rank, and which of the groups of
+        its ranks (None: all); collectives across replicas have their own kind. This rank, and which of the groups of
         that name it is in, are no part of the hash.
         """
         each = Collective(kind, bucket, dtype, payload, group, self.world if world is None else world)
@@ -198,19 +198,19 @@ class Ledger:
         return "" if mark is None else self._spelled(mark)
 
     def issued_at(self, count: int) -> Issued | None:
-        """Collective number `count`, from 1; None where that is too long ago or not yet."""
+        """Collective number `count`, from 1; None if it is no longer remembered or not yet issued."""
         mark = self._mark_at(count)
         return None if mark is None else self._told(mark)
 
     def texts(self, after: int) -> list[str]:
-        """The collectives behind the first `after`, in words, as far back as they are remembered."""
+        """The collectives after number `after`, in words, if they are still remembered."""
         return [self._spelled(mark) for mark in self._marks if mark.number > after]
 
     @property
     def marks(self) -> tuple[Issued, ...]:
-        """All that is remembered, the latest last; the first may stand for none. Read by the alarm's thread, too.
+        """All that are remembered, the latest last; the first may be a placeholder. Read by the alarm's thread, too.
 
-        There are thousands, which take Python some milliseconds: of one alone `issued_at` tells.
+        There are thousands, which take Python some milliseconds: `issued_at` is for a single one.
         """
         return tuple(map(self._told, tuple(self._marks)))
 

@@ -50,7 +50,7 @@ class TemplateHost(Protocol):
         """The flat-backed tensors that the forward that just ran saves for its backward, which may `read` values.
 
         Autograd saves them right after this call, in this order and each exactly once, before anything else
-        is saved on this thread, through whatever saved-tensors hooks are then innermost.
+        is saved on this thread, through the saved-tensors hooks that are innermost then.
         """
 
     def destinations(self, parts: list[Place]) -> list[Tensor | None]:

@@ -97,9 +97,9 @@ def partition(
 
 
 def may_write(graph: fx.Graph, roles: Roles, inputs: Sequence[Any]) -> bool:
-    """True if a kernel may write to a parameter, as far as PyTorch can tell; `inputs` is AOTAutograd's `input_info`.
+    """True if PyTorch cannot rule out that a kernel writes to a parameter; `inputs` is AOTAutograd's `input_info`.
 
-    Raises ParameterError where the graph has no such kernel, and writes.
+    Raises ParameterError if the graph writes to one without such a kernel.
     """
     suspected, kernels = False, any(is_kernel(node.target) for node in graph.nodes)
     for node, info in zip(_placeholders(graph), inputs, strict=False):
@@ -116,10 +116,10 @@ def may_write(graph: fx.Graph, roles: Roles, inputs: Sequence[Any]) -> bool:
 
 
 def tag_recomputed(graph: fx.Graph, roles: Roles) -> None:
-    """Tags whatever is computed from parameters alone to be recomputed in the backward, never saved.
+    """Tags values computed from parameters alone to be recomputed in the backward, never saved.
 
     Values of fresh constants (`full`, `arange`) do not count as inputs. Random and mutating operators are
-    left alone, and what depends on them. The tags form a checkpointed region of their own, with an id above
+    left alone, and what depends on them. The tags form a separate checkpointed region, with an id above
     all others: AOTAutograd saves what leaves one region for a *later* one.
     """
     constant: set[fx.Node] = set()

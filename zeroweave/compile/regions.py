@@ -124,7 +124,7 @@ def matching(model: nn.Module, patterns: Sequence[str], key: str = "compile.regi
 def call_modules(model: nn.Module, regions: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     """The modules outside all `regions` that hold parameters directly, in model order.
 
-    They run eagerly, each execution a call of its own.
+    They run eagerly, and each execution is a separate call.
     """
     inside = {module for _, region in regions for module in region.modules()}
     return [
@@ -178,7 +178,7 @@ def _parents(model: nn.Module, name: str) -> Iterator[nn.Module]:
 
 
 def _class(module: nn.Module) -> type[nn.Module]:
-    """The module's class; parametrizations (weight_norm) give every module a class of its own."""
+    """The module's class; parametrizations (weight_norm) give every module its own class."""
     return cast(type[nn.Module], type_before_parametrizations(module))
 
 

@@ -196,7 +196,7 @@ class Templates:
 
 
 class _Engine:
-    """The engine of a template, as far as it is there; see `bind.Caller`."""
+    """The engine of a template, while it exists; see `bind.Caller`."""
 
     def __init__(self, templates: Templates) -> None:
         self._templates = weakref.ref(templates)

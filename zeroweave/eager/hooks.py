@@ -32,9 +32,9 @@ class Compiled:
     run: Callable[..., Any]
     """`run(module, *args, **kwargs)` instead of the module's eager forward"""
     wanted: Callable[[], bool]
-    """does the call that begins now?"""
+    """True if the call that begins now is to run compiled"""
     fell_back: Callable[[], None]
-    """hears that Dynamo has run the module as it is"""
+    """called when Dynamo has run the module uncompiled"""
 
 
 class ModuleCall:
@@ -64,10 +64,10 @@ class ModuleCall:
         self.forward = forward
         self._inner = access.of(module)
         self._runs_compiled = False
-        """does the last call that was no recomputation?"""
+        """True if the last call that was no recomputation ran compiled"""
 
     def install(self, instead: Callable[..., Any] | None = None) -> None:
-        """`instead`: what stands in this call's place."""
+        """`instead`: a function to call in its place."""
         self.module._compiled_call_impl = instead or self
 
     def remove(self) -> None:
@@ -92,7 +92,7 @@ class ModuleCall:
             runtime.leave(frame)
 
     def _runs(self, compiled: Compiled, frame: Frame) -> bool:
-        """Does this call run compiled? A recomputation inside a backward does as its forward did."""
+        """True if this call runs compiled. A recomputation inside a backward runs as its forward did."""
         if not self._runtime.in_backward:
             self._runs_compiled = compiled.wanted()
             frame.runs(self._runs_compiled)

@@ -1,4 +1,4 @@
-"""What the modules of a model show, and to whom: stubs, real parameters while anybody computes, views if open."""
+"""What the modules of a model show, and when: stubs, real parameters during computation, views if open."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class ParameterVisibility:
     def __init__(self, runtime: Runtime, parameters: ModuleParameters, access: Access) -> None:
         self._runtime, self._module_parameters, self._access = runtime, parameters, access
         self._count = 0
-        """how many need the real parameters"""
+        """how many computations need the real parameters"""
         self._views: dict[str, nn.Parameter] | None = None
         """what `open` shows, by name; None: it is closed"""
         self._off = set[str]()
         """the trained parameters whose real ones do not require gradients, by name"""
         self._lends = False
-        """does this rank show full values of its own?"""
+        """True if this rank shows its own full values"""
         for bucket in access.buckets:
             bucket.attach(self._retire, parameters.status.hooks)
         self.show()  # once before users can keep anything: the buckets learn what is the engine's own
@@ -45,7 +45,7 @@ class ParameterVisibility:
     # ------------------------------------------------------------------ to the user
     @property
     def is_open(self) -> bool:
-        """Is everything gathered and readable for the user?"""
+        """True if all parameters are gathered and readable for the user."""
         return self._views is not None
 
     @property
@@ -82,9 +82,9 @@ class ParameterVisibility:
         self._views = views
 
     def close(self) -> None:
-        """Shows stubs again, and makes one of each view that the user has kept; does not mind a second call.
+        """Shows stubs again, and makes one of each view that the user has kept; does nothing the second time.
 
-        A graph that reads views goes on with a copy: theirs are the values of now.
+        A graph that reads views continues with a copy of their present values.
         """
         if not self.is_open:
             return

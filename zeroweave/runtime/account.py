@@ -1,4 +1,4 @@
-"""One bucket's gradients in the open window: what is still to come, what has come, and what was reduced."""
+"""One bucket's gradients in the open window: those that are missing, those that have come, and their sums."""
 
 from __future__ import annotations
 

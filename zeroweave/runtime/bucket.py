@@ -240,7 +240,7 @@ class Bucket(Flat):
     def forget_strays(self, holds: int) -> bool:
         """Leaves it so many holds, and no gradients. True if there were others.
 
-        Ctrl-C may come between a hold, or a gradient, and the note of it: then no other code can drop it.
+        After Ctrl-C a hold or a gradient may be there without its note: then no other code can drop it.
         """
         left = [p for p in self.real if p.grad is not None]
         for p in left:

@@ -117,7 +117,7 @@ class Block:
         return storage_use_count(self._storage) > self._own
 
     def pattern(self, view: View) -> Tensor:
-        """A tensor that does not count as one that has the memory; its `data` does, with a version of its own."""
+        """A tensor that does not count as one that has the memory; its `data` does, with its own version."""
         self._own += 1
         return view.on(self._storage)
 

@@ -43,18 +43,18 @@ class Staging:
 
     @property
     def busy(self) -> bool:
-        """Is there something that has to be told before buckets change?"""
+        """True if a snapshot has to be told before buckets change."""
         return bool(self._snapshots)
 
     def begin(self, snapshots: Mapping[int, Snapshot]) -> None:
-        """Buckets change behind these snapshots only."""
+        """Buckets change only after these snapshots have their values."""
         self._snapshots, self._waiting = snapshots, dict(snapshots)
 
     def start(self, bucket: int) -> None:
         """The bucket's snapshot begins, if it has not."""
         if (snapshot := self._waiting.get(bucket)) is not None:
             snapshot.start()
-            self._waiting.pop(bucket)  # behind it: an interrupt before it has begun leaves it to the next call
+            self._waiting.pop(bucket)  # last: after an interrupt in `start` the next call starts it again
 
     def arrive(self, bucket: int) -> None:
         """The bucket is about to change."""
@@ -154,7 +154,7 @@ class Executor:
                     self._timeline.add(each, before)
 
     def _lands(self, instruction: Instruction) -> bool:
-        """Is it a `Settle` with something to do? A program that reads gradients has settled what was in flight."""
+        """True for a `Settle` with work to do. A program that reads gradients has settled what was in flight."""
         return isinstance(instruction, Settle) and instruction.bucket in self._gradients.reductions.in_flight
 
     def _update(self, instructions: Sequence[Update], update: Callable[[Sequence[int]], object]) -> None:

@@ -52,7 +52,7 @@ class Flat:
         self.is_shard = shard is not None
         self.flat = torch.empty(layout.numel, dtype=dtype, device=device) if shard is None else shard
         self.storage = self.flat.untyped_storage()
-        # `.data` has a version counter of its own: a gather is no write to the parameters.
+        # `.data` has its own version counter: a gather is no write to the parameters.
         self._target = self.flat.data
         if not self.is_shard:
             self.storage.resize_(0)

@@ -1,6 +1,6 @@
 """Reductions in flight: from the moment they are issued until their results are used.
 
-    start    the parts are laid out in a gradient flat, if they do not lie in one, and the collective is issued
+    start    the parts are laid out in a gradient flat, if they are not in one, and the collective is issued
     settle   the current stream waits for the result, which goes where `then` puts it
 
 What is laid out here, and the result, exist from start to settle only, so that nothing is left of them when the

@@ -46,7 +46,7 @@ class Replay:
     """Executes one window (the steps between two optimizer steps) and records its events.
 
     `kept_by_stage`: the buckets that stay unsharded until the window's end; `optional`: see `Policy`. `free`:
-    what `Free` does; None: there is none. `offloading`: what moves activations; None: nothing does. Counters are kept
+    what `Free` does; None: there is none. `offloading` moves activations; None: they stay. Counters are kept
     over windows.
     """
 
@@ -86,11 +86,11 @@ class Replay:
     def _begin(self) -> None:
         self.record.clear()
         self.following = self.schedule is not None
-        """does the window follow the schedule? It does not any more once it has departed"""
+        """True while the window follows the schedule, until it departs"""
         self.departure: str | None = None
-        """why it has; None: it has not"""
+        """why it has departed; None: it has not"""
         self.reducing = False
-        """does a backward run whose gradients are reduced?"""
+        """True while a backward runs whose gradients are reduced"""
         self._cursor.restart()
         self._passed: dict[int, None] = {}
         """buckets whose turn has come in the present backward, in that order"""
@@ -106,7 +106,7 @@ class Replay:
         return self.executor.executed
 
     def is_used(self, bucket: int) -> bool:
-        """Does an open call of the program need the bucket's values? The schedule may hold more."""
+        """True if an open call of the program needs the bucket's values. The schedule may hold more buckets."""
         return self._open.is_used(bucket)
 
     def limit_reductions(self, depth: int) -> None:
@@ -154,7 +154,7 @@ class Replay:
             self._reach(End(call))
         place = self.record.add(Left(call))
         if ended.supposed is not None:
-            # What nobody has used may be used in a later step, on some ranks only.
+            # A bucket that was not used yet may be used in a later step, on some ranks only.
             unused = any(map(self._gradients.is_unused, ended.uses))
             self.record.suppose(ended.entered, place, ended.supposed or unused)
         self._open.leave(ended)
@@ -229,7 +229,7 @@ class Replay:
             self._issue(bucket)
 
     def arrive(self) -> bool:
-        """The window's computations are over. Did they follow the schedule to the end?"""
+        """The window's computations are over. True if they followed the schedule to the end."""
         if self.following and isinstance(self._cursor.event, Run | End | Reduce):
             self._depart(None)
         return self.following
@@ -289,7 +289,7 @@ class Replay:
         self.executor.execute(self._cursor.trail())
 
     def _is_due(self, bucket: int) -> bool:
-        """Is the bucket complete, by what was announced, and is nothing to come that uses it?"""
+        """True if the bucket has all announced gradients, and no later call uses it."""
         return bucket in self._passed and self._gradients.awaits_turn(bucket)
 
     @property
@@ -343,7 +343,7 @@ class Replay:
                 raise AssertionError(event)
 
     def _comes_next(self, event: Instruction) -> bool:
-        """Is it the schedule's next event?"""
+        """True if it is the schedule's next event."""
         return self.following and not self._open.outlasted and self._cursor.event == event
 
     def _depart(self, came: Instruction | None) -> None:
@@ -370,12 +370,12 @@ class Replay:
         self._issue_in_turn()
 
     def plans(self, call: Call) -> bool:
-        """Does a backward call begin now? By the schedule; where there is none, each does that can."""
+        """True if a backward call begins now, by the schedule. Without one, each call that can begin does."""
         event = self._cursor.beyond(Reduce)
         return not self.following or (isinstance(event, Run) and event.call == call)
 
     def may_end(self, call: Call) -> bool:
-        """May a call that is open end before the next event? By the schedule: not where others lie inside."""
+        """True if the schedule lets an open call end before the next event: it has no other calls inside."""
         return self.following and not self._open.lasts(call)
 
     # ------------------------------------------------------------------ on demand
@@ -403,7 +403,7 @@ class Replay:
         return [i.bucket for i in self.schedule.instructions if isinstance(i, Unshard) and i.bucket in kept]
 
     def _issue_in_turn(self) -> None:
-        # Kept buckets have one order whatever a rank computes, as nothing is gathered between their reductions.
+        # Kept buckets have one order on all ranks: nothing is gathered between their reductions.
         for bucket in self._gradients.unissued() if self.keeps_all else tuple(self._passed):
             if bucket in self._passed:
                 if self._gradients.is_unissued(bucket):
@@ -422,7 +422,7 @@ class Replay:
         self.executor.execute(iter(instructions))
 
     def abort(self) -> None:
-        """Drops every hold, whatever was going on: after an exception."""
+        """Drops every hold: after an exception, at any point."""
         self.following = False
         self._open.clear()
         self.executor.drop_holds()

@@ -86,7 +86,7 @@ class Shard:
         """the source's values while the program may write them, see `part`"""
 
     def can_be_flat(self, world: int) -> bool:
-        """May the source be the memory of the flat as well, in a group of so many ranks?"""
+        """True if the source may share the memory of the flat, in a group of so many ranks."""
         return world == 1 and not self.movable and not self.source_on_host and self.source.dtype == self._dtype
 
     def part(self) -> None:
