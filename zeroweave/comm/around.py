@@ -1,4 +1,4 @@
-"""What all wrappers around a transport have in common."""
+"""The common part of all wrappers around a transport."""
 
 from __future__ import annotations
 

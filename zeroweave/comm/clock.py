@@ -1,4 +1,4 @@
-"""Clocks: when things happen on the device, told without waiting for it.
+"""Clocks: the times of events on the device, taken without waiting for it.
 
 A `Mark` is a point in the order of the current stream. Marks are made while a step runs and read afterwards.
 """
@@ -95,7 +95,7 @@ class Clock:
 
 
 class Rises:
-    """What a peak counter shows of the time since it was last asked, even if other code resets it.
+    """The peak of a counter since it was last asked, even if other code resets the counter.
 
     An unchanged counter shows nothing: the count was never higher than before.
     """
@@ -113,7 +113,7 @@ class Rises:
         self._stood = 0
 
     def take(self) -> int:
-        """What it has shown since this was last asked; 0 for nothing."""
+        """The peak since this was last asked; 0 if it was no higher than before."""
         most, self._most = self._most, 0
         return most
 
@@ -179,7 +179,7 @@ class DeviceClock(Clock):
         torch.cuda.empty_cache()
 
     def _counted(self) -> dict[str, Any]:
-        """What the allocator counts. Other code may reset its peaks, so they are remembered here."""
+        """The allocator's counts. Other code may reset its peaks, so they are remembered here."""
         counted = torch.cuda.memory_stats_as_nested_dict(self._device)
         peak = int(counted["allocated_bytes"]["all"]["peak"])
         self._rises.read(peak)

@@ -29,7 +29,7 @@ _TRIPS: dict[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2,
 
 @cache
 def dtype_name(dtype: object) -> str:
-    """What the ledger calls one of torch's dtypes."""
+    """The ledger's name of a torch dtype."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -42,7 +42,7 @@ def _wire(kind: str, payload: int, world: int) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the collectives of one kind moved.
+    """Traffic of the collectives of one kind.
 
     `payload` is the size of the full flats, padding included; `wire` is what one rank sends for them when the
     ranks pass pieces around: payload x (N-1)/N, and twice that for an all-reduce. Of an all-to-all the payload is what
@@ -58,7 +58,7 @@ class Traffic:
 
 
 class Collective(NamedTuple):
-    """What `Ledger.record` is told of a collective."""
+    """The arguments of `Ledger.record` for a collective."""
 
     kind: str
     bucket: int
@@ -70,13 +70,13 @@ class Collective(NamedTuple):
 
 @lru_cache(4096)
 def _hashed(each: Collective) -> tuple[bytes, int]:
-    """What the hash has of a collective, and the bytes that one rank sends. Kept, since steps issue the same ones."""
+    """A collective's part of the hash, and the bytes that one rank sends. Cached: steps issue the same ones."""
     words = f"{each.kind} {each.bucket} {each.dtype} {each.payload} {each.group}".encode()
     return words, _wire(each.kind, each.payload, each.world)
 
 
 class _Mark(NamedTuple):
-    """What is remembered of a collective; as `Issued`, and not in words, which few ever read."""
+    """A remembered collective; like `Issued`, but not yet in words, which are rarely read."""
 
     number: int
     hash: int
@@ -162,7 +162,7 @@ class Ledger:
         self.waiting = None
 
     def name_of(self, bucket: int) -> str:
-        """What people call the bucket; "" for a tensor that is in none."""
+        """The bucket's name, for people; "" for a tensor that is in none."""
         if bucket in self.names:
             return self.names[bucket]
         return "" if bucket < 0 else f"bucket {bucket}"
@@ -231,7 +231,7 @@ class Ledger:
         return {kind: Traffic(*moved) for kind, moved in self._moved.items()}
 
     def begin_step(self) -> None:
-        """From here on counts as the step that `step()` tells of."""
+        """Collectives from here on count as the step that `step()` reports."""
         self._at_begin = self.totals()
 
     def step(self) -> dict[str, Traffic]:

@@ -50,7 +50,7 @@ def cast_(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _round(target: torch.Tensor, values: torch.Tensor) -> None:
-    """`cast_` where there is no kernel.
+    """`cast_` if there is no kernel.
 
     An operator, so that a plan sees what a kernel does: one pass, and no memory on the way.
     """

@@ -1,4 +1,4 @@
-"""What is compiled in an engine's first step, on the terminal: silence of a minute looks like a hang."""
+"""Reports compilation in an engine's first step on the terminal: a minute of silence looks like a hang."""
 
 from __future__ import annotations
 

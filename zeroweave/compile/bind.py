@@ -29,7 +29,7 @@ Boxed = Callable[[list[Any]], Any]  # takes its arguments in one list, which it 
 
 
 class TemplateHost(Protocol):
-    """What compiled templates ask of the runtime. All calls come from the thread that runs the template."""
+    """The part of the runtime that compiled templates call. All calls come from the thread that runs the template."""
 
     def find(self, tensor: Tensor) -> Place | None:
         """The place of `tensor`, by (storage identity, offset, size); None if in no flat. Values are not read."""

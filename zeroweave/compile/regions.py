@@ -1,4 +1,4 @@
-"""What is compiled as one: the blocks and regions of a model.
+"""The units of compilation: the blocks and regions of a model.
 
 Everything here looks at the module tree only: classes, names and shapes, never at values, so that it works
 on models at rest, on `meta` and before any process group exists, and gives the same answer on all ranks. The exception

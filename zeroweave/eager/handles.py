@@ -78,7 +78,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         return tensor
 
     def _view(self, saved: _Handle) -> torch.Tensor:
-        """What eager code has saved, once its bucket is usable."""
+        """The tensor that eager code has saved, once its bucket is usable."""
         if saved.generation != saved.bucket.generation:
             raise EngineError(
                 f"[ZW407] parameters of {saved.bucket.layout.name!r} have changed since the forward of this backward: "

@@ -171,7 +171,7 @@ class ParameterVisibility:
         self._count += 1
 
     def _toggle(self) -> None:
-        """The real parameters require gradients as the program has last told stubs, or views that are open."""
+        """Sets `requires_grad` of the real parameters as the program last set it on stubs, or on open views."""
         for name, view in (self._views or {}).items():
             if view.requires_grad != (stub := cast(AtRest, self._module_parameters.names[name])).requires_grad:
                 stub.toggle(view.requires_grad)

@@ -198,7 +198,7 @@ class Offloading:
         self._held.clear()
 
     def next_window(self) -> None:
-        """A window begins. What graphs of earlier ones keep comes back on demand."""
+        """A window begins. Activations that graphs of earlier windows keep come back on demand."""
         self.settle()
         self._groups.clear()
         self._fresh = weakref.WeakSet()

@@ -27,7 +27,7 @@ from zeroweave.schedule.build import Schedule
 
 
 def write_error(names: str) -> str:
-    """What the error says of parameters that were written in place."""
+    """The error message for parameters that were written in place."""
     return (
         f"[ZW204] {names} written in place during a call: the write would be lost with the next gather; "
         "write parameters inside `with engine.full_parameters():`"
@@ -347,7 +347,7 @@ class Lingering:
                 self._lingering.add(bucket)
 
     def expire(self, buckets: Iterable[int] | None = None) -> None:
-        """What these have gathered, by default all, is gathered again when it is needed. Equally on all ranks."""
+        """These buckets, by default all, are gathered again when they are needed. Equally on all ranks."""
         for bucket in sorted(self._buckets if buckets is None else buckets):
             if not self._buckets[bucket].expire():
                 self._lingering.add(bucket)

@@ -277,7 +277,7 @@ class CallGraphs:
             self._recordings.pop(self._signature, None)
 
     def _step(self) -> Execution | Loan | None:
-        """The recording's next step, if what has to be dead by then is dead."""
+        """The recording's next step; None after the last, or if a block is alive that was dead then."""
         assert self._unit is not None
         if self._next == len(self._unit.steps):
             return None
@@ -287,7 +287,7 @@ class CallGraphs:
         return None if self._overdue else step
 
     def _died(self) -> list[Block]:
-        """What has died since the last step of the recording that is made."""
+        """The blocks that have died since the last step of the recording being made."""
         dead = [block for block in self._living if not block.alive]
         if dead:
             self._living = [block for block in self._living if block not in dead]
@@ -328,7 +328,7 @@ class CallGraphs:
 
     # ------------------------------------------------------------------ executions
     def execute(self, run: Run, args: list[Any], bound: Callable[[], Collection[int]]) -> Any:
-        """`run(args)`, as a graph where there is one. `bound()`: the parameters among them, and what `run` writes."""
+        """`run(args)`, as a graph if there is one. `bound()`: the parameters among them, and what `run` writes."""
         if self._mode is Mode.REPLAYING:
             step = self._step()
             if not isinstance(step, Execution) or step.run is not run:
@@ -471,7 +471,7 @@ class CallGraphs:
         statics: dict[int, Block],
         made: dict[int, Block],
     ) -> None:
-        """What such an output is in a replay. `statics`: of copied arguments; `made`: what is new, by address."""
+        """Notes how a replay makes this output. `statics`: of copied arguments; `made`: what is new, by address."""
         if not isinstance(output, Tensor) or output.device.type != self._device.type or not output.numel():
             step.outputs.append(output)
             return
@@ -496,7 +496,7 @@ _UNKNOWN: Final = object()
 
 
 def _constant(arg: Any) -> Any:
-    """What a graph has of an argument that is no tensor of its device."""
+    """The constant that a graph keeps of an argument that is no tensor of its device."""
     if isinstance(arg, Tensor):
         return (arg.dtype, arg.item()) if arg.dim() == 0 and arg.device.type == "cpu" else _UNKNOWN
     if arg is None or isinstance(arg, bool | int | float | complex | str | torch.dtype | torch.device):

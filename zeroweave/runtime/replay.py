@@ -4,7 +4,7 @@ The program's events (a call is entered or left, a bucket's gradients are ready)
 schedule; the instructions that it passes are executed. Without a schedule, or once a step departs from it,
 each event generates the instructions that it needs at that moment, and they go through the same `Executor`.
 
-At stage 3 a rank may leave out calls that other ranks make, where its batch has no image for instance. When an event
+At stage 3 a rank may leave out calls that other ranks make, for instance if its batch has no image. When an event
 comes that the schedule has later in the same micro-step, the instructions of the calls in between are executed. So this
 rank gathers with the others, and reduces zeros.
 """
@@ -71,11 +71,11 @@ class Replay:
         self._cursor = Cursor()
         self._depth = 1
         self.departures = self.on_demand = 0
-        """of the latter: unshards that no schedule ordered although there was one"""
+        """`on_demand`: unshards that a schedule did not order although there was one"""
         self._begin()
 
     def remember(self) -> Callable[[], None]:
-        """What brings the counters back to what they are now."""
+        """A function that resets the counters to their present values."""
         now = self.departures, self.on_demand
 
         def back() -> None:
@@ -110,7 +110,7 @@ class Replay:
         return self._open.is_used(bucket)
 
     def limit_reductions(self, depth: int) -> None:
-        """So many may be in flight from now on where no schedule says when they settle; at first it is one."""
+        """So many may be in flight from now on if no schedule says when they settle; at first it is one."""
         self._depth = depth
 
     # ------------------------------------------------------------------ events
@@ -127,7 +127,7 @@ class Replay:
     def entered(self, call: Call, uses: tuple[int, ...], supposed: bool | None = None) -> int:
         """A call begins: makes the buckets whose values it needs usable. Returns its number among equal calls.
 
-        `supposed`: it is recorded only if it is true on some rank; None: in any case. See `Record.suppose`.
+        `supposed`: the call is recorded only if this is True on some rank; None: in any case. See `Record.suppose`.
         """
         self.lingering.sweep()
         run = Run(call, uses)
@@ -171,11 +171,11 @@ class Replay:
         self.lingering.sweep()
 
     def backward_began(self, reducing: bool) -> None:
-        """A backward that accumulates gradients runs; `reducing`: and they are reduced."""
+        """A backward that accumulates gradients runs; `reducing`: True if they are reduced."""
         self.reducing = reducing
 
     def turn(self, bucket: int) -> None:
-        """Nothing that is still to come in this backward uses the bucket: its turn, where no schedule says when.
+        """The rest of this backward does not use the bucket: its turn has come, if no schedule says when.
 
         Which buckets have a turn follows from the forward alone, so all ranks agree and reduce it now. Missing
         gradients are zeros. A gradient that comes later waits for another reduction.
@@ -195,7 +195,7 @@ class Replay:
             self._gather_kept()
 
     def backward_ended(self, reduced: bool) -> None:
-        """The outermost backward is over; what was not complete is reduced as it is."""
+        """The outermost backward is over; incomplete buckets are reduced with the gradients that they have."""
         if reduced:
             while waiting := self._gradients.unissued():
                 if (due := self._next_reduction()) is not None and due in waiting:
@@ -214,16 +214,16 @@ class Replay:
         self.reducing = False
 
     def _reduce_now(self, bucket: int) -> None:
-        """Reduces a bucket although the schedule has something else next."""
+        """Reduces a bucket although it is not next in the schedule."""
         self._depart(Reduce(bucket))
         if not self._gradients.is_unissued(bucket):
-            return  # it had its turn by that
+            return  # the departure has issued it
         if bucket not in self._passed:
             self.record.add(Ready(bucket))
         self._issue(bucket)
 
     def reduce_late(self, buckets: Iterable[int]) -> None:
-        """Reduces again, before the optimizer step, what had its turn before all of its gradients came."""
+        """Reduces buckets again, before the optimizer step, whose turn came before all of their gradients."""
         for bucket in buckets:
             self._depart(Reduce(bucket))
             self._issue(bucket)
@@ -258,7 +258,7 @@ class Replay:
             self.executor.drop_holds()
 
     def clear(self) -> None:
-        """Forgets what was recorded and executed; the holds of kept buckets stay."""
+        """Forgets recorded events and executed instructions; the holds of kept buckets stay."""
         self.record.clear()
         self.executor.clear()
 
@@ -278,7 +278,7 @@ class Replay:
         return self._cursor.reduction if self.following and not self._open.outlasted else None
 
     def reduce_due(self) -> None:
-        """Reduces what is complete, if the schedule has it next; a bucket that was complete early has waited for it."""
+        """Reduces complete buckets while they are next in the schedule; one that is complete early waits."""
         while self.reducing and (due := self._next_reduction()) is not None and self._is_due(due):
             self._reduce_next(due)
 
@@ -294,7 +294,7 @@ class Replay:
 
     @property
     def _catches_up(self) -> bool:
-        """True where calls may be left out. Kept buckets need no help: their order does not depend on calls."""
+        """True if calls may be left out. Kept buckets need no help: their order does not depend on calls."""
         return self.following and not self._open.outlasted and not self.keeps_all
 
     def _events(self) -> Iterator[Instruction]:
@@ -302,7 +302,7 @@ class Replay:
         return self._cursor.events(self.micro_step)
 
     def _reach(self, event: Instruction) -> None:
-        """Executes what the schedule has before an event that happens now: reductions, and calls that are left out.
+        """Executes the instructions before an event that happens now: reductions, and calls that are left out.
 
         Gradients may be missing on this rank only (a parameter that its batch did not use), and so may calls. The other
         ranks reduce and gather in turn, so this one must, too.
@@ -347,7 +347,7 @@ class Replay:
         return self.following and not self._open.outlasted and self._cursor.event == event
 
     def _depart(self, came: Instruction | None) -> None:
-        """Leaves the schedule for the rest of the window; drops what it gathered ahead. `came`: None: the end."""
+        """Leaves the schedule for the rest of the window; drops buckets gathered ahead. `came`: None: the end."""
         if not self.following:
             return
         self.following = False

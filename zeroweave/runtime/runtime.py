@@ -214,7 +214,7 @@ class Runtime:
             self._inference.abort()
 
     def execute(self, run: Callable[[list[Any]], Any], args: list[Any], bound: Callable[[], Set[int]]) -> Any:
-        """`run(args)` of a template, as a graph where there is one. See `CallGraphs.execute`."""
+        """`run(args)` of a template, as a graph if there is one. See `CallGraphs.execute`."""
         return run(args) if self.graphs is None else self.graphs.execute(run, args, bound)
 
     def enter(self, name: str, phase: Phase, uses: tuple[int, ...], trains: bool = False) -> Frame:

@@ -156,7 +156,7 @@ class Home:
 
 
 class Group:
-    """What was saved up to the end of a forward call, the `number`-th of its window's equal ones."""
+    """Activations saved up to the end of a forward call, the `number`-th of its window's equal ones."""
 
     __slots__ = ("call", "needed", "number", "out", "saved")
 

@@ -72,7 +72,7 @@ class _Marked(NamedTuple):
     most: int
     """bytes in use at most since the instruction before"""
     found: int
-    """bytes in use before it, of what gives memory back"""
+    """bytes in use before it, for an instruction that frees memory"""
 
 
 class _Copied(NamedTuple):
@@ -129,5 +129,5 @@ class Timeline:
 
 
 def _above(marked: _Marked) -> int:
-    """What was in use between the instruction before and the end of this one, if not what this one has left there."""
+    """Bytes in use at most since the instruction before, if more than this one has left in use; else 0."""
     return marked.most if marked.most > marked.allocated else 0

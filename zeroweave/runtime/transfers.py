@@ -64,7 +64,7 @@ class Upload:
 
 
 class Download(NamedTuple):
-    """What is to be copied to host memory: a tensor [n], to the elements from `start` on."""
+    """A copy to host memory: of a tensor [n], to the elements from `start` on."""
 
     tensor: torch.Tensor
     host: HostTensor
@@ -72,7 +72,7 @@ class Download(NamedTuple):
 
 
 class Snapshot:
-    """What tensors hold when this is made, for another thread, although they will change.
+    """The values of tensors at this moment, for another thread, although the tensors will change.
 
     The owner calls `start` some time before it changes them, and `arrive` just before. The other thread calls `read`,
     once. Device tensors are copied concurrently with the computation, between `start` and `arrive`. Host tensors are
@@ -292,7 +292,7 @@ class Transfers:
         self.retire(2)
 
     def snapshot(self, tensors: Sequence[torch.Tensor]) -> Snapshot:
-        """What these tensors hold now. To be called when the host may read host tensors (`finish`).
+        """The present values of these tensors. To be called when the host may read host tensors (`finish`).
 
         Its copies have their own stream, so that nothing else has to wait for them.
         """

@@ -83,5 +83,5 @@ class Writes:
             raise ParameterError(write_error(", ".join(dict.fromkeys(written))))
 
     def forget(self) -> None:
-        """What was called has failed."""
+        """Forgets doubts: the forward or backward has failed."""
         self._doubts = []
