@@ -30,7 +30,7 @@ class NearShard:
         self._layout, self._transport, self._gatherer, self._source = layout, transport, gatherer, source
         self.values = transport.empty(layout.across.numel, dtype)
         self._fresh = False
-        """are the values, or those of the gather that is under way, those of the shards?"""
+        """True if the values, or those of the gather that is under way, are those of the shards"""
         self._pending: Pending | None = None
 
     @property
