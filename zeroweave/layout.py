@@ -161,24 +161,27 @@ class BucketLayout:
         if self.consecutive:
             return rank % self.world
         if self.replicas > 1:
-            size = self.world // self.replicas
-            return rank % size * self.replicas + rank // size
+            return rank % self.group_size * self.replicas + rank // self.group_size
         return rank // self.groups
+
+    @property
+    def group_size(self) -> int:
+        """Ranks that gather the flat together."""
+        return self.world // self.replicas
 
     @cached_property
     def inside(self) -> BucketLayout:
         """How the ranks of one replica gather and reduce the flat: from near shards. Itself without replicas."""
         if self.replicas == 1:
             return self
-        size, groups = self.world // self.replicas, self.replicas
-        return replace(self, group=INSIDE, world=size, groups=groups, replicas=1, consecutive=True)
+        groups = self.replicas
+        return replace(self, group=INSIDE, world=self.group_size, groups=groups, replicas=1, consecutive=True)
 
     @cached_property
     def across(self) -> BucketLayout:
         """How a near shard is gathered from shards and reduced to them. It has no slots."""
-        size = self.world // self.replicas
-        numel = self.inside.shard_numel
-        return replace(self, group=ACROSS, world=self.replicas, groups=size, replicas=1, slots=(), numel=numel)
+        world, groups, numel = self.replicas, self.group_size, self.inside.shard_numel
+        return replace(self, group=ACROSS, world=world, groups=groups, replicas=1, slots=(), numel=numel)
 
     def keys(self, name: str) -> tuple[str, ...]:
         """The names that parameter `name` has for all ranks: one for each group's own, by the group's number."""

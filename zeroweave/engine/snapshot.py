@@ -92,8 +92,7 @@ class Snapshot:
             bucket.put(bucket.values())  # what is gathered may be another tensor
             bucket.renew()
         for bucket in self._runtime.buckets.values():
-            if bucket.near is not None:
-                bucket.near.expire()
+            bucket.rewritten()
         standing = [b for b in self._runtime.buckets.values() if b.standing and not b.layout.trainable]
         since = [bucket.id for bucket in standing if self._gathers.get(bucket.id) != bucket.gathers]
         self._runtime.replay.lingering.expire(since)  # it may not be their values that were gathered

@@ -57,7 +57,7 @@ class Memory:
         masters = [home for home in homes if home.wider]
         sources = [home for home in homes if not home.wider or home.on_host]
         return cls(
-            shards=sum(home.source.nbytes for home in sources) + sum(each.nbytes for each in near),
+            shards=sum(home.source.nbytes for home in sources) + sum(each.values.nbytes for each in near),
             masters=sum(tensor.nbytes for home in masters for tensor in home.at_rest),
             optimizer=0 if optimizer is None else optimizer.memory(),
             gradients=runtime.gradients.settled.peak,

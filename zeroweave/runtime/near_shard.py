@@ -33,10 +33,6 @@ class NearShard:
         """True if the values, or those of the gather that is under way, are those of the shards"""
         self._pending: Pending | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes
-
     def start(self) -> None:
         """Starts the gather across replicas, unless the values are those of the shards. Collective."""
         if self._fresh:
