@@ -1,4 +1,4 @@
-"""A sampler with one position for all ranks, so that a run that stopped goes on with any number of them."""
+"""A sampler with one position for all ranks, so that a run that stopped continues with any number of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     DataLoader with workers takes batches from its sampler long before the loop sees them.
 
     `dataset`: the dataset, or its length. `rank`, `world`: by default those of the process group, or of the environment
-    where there is none yet. `shuffle`: the order follows from `seed` and the epoch, else it is the dataset's.
+    before there is one. `shuffle`: the order follows from `seed` and the epoch, else it is the dataset's.
 
     At the end of an epoch less than a global batch may be left. With `drop_last` it is left out, otherwise the ranks
     share it equally; where that does not come out even, the first samples of the epoch are given once more.
@@ -71,9 +71,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._known: tuple[int, torch.Tensor, str | None] | None = None
         """an epoch, its order, and the hash of it if it is shuffled"""
         self._loop: object | None = None
-        """stands for the loop that is under way"""
+        """identifies the loop that is under way"""
         self._uncounted = False
-        """were batches handed out outside of `counted`?"""
+        """true if batches were handed out outside of `counted`"""
 
     @property
     def epoch(self) -> int:
@@ -91,7 +91,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return (self._samples + rest) // self._all
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the start of another epoch; in the present one it stays where it is.
+        """Moves to the start of another epoch; in the present one it stays where it is.
 
         Not needed where loops are `counted`, whose end is the start of the next epoch.
         """
@@ -108,7 +108,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """The batches of a loader that takes its indices from here. The position moves as the loop is given them.
 
         From the position to the end of the epoch; then the next epoch begins. Where the loop is left earlier, the next
-        one goes on behind the last batch. What comes out of `loader` must be one item for each batch, in order.
+        one continues after the last batch. What comes out of `loader` must be one item for each batch, in order.
 
         A DataLoader draws a seed for its workers from PyTorch's random numbers when it begins. Here it gets one that
         follows from the sampler's seed and the position, so that a resumed run draws no number more than another.
@@ -156,7 +156,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to the position of a run with any number of ranks, and on with its seed.
+        """Moves to the position of a run with any number of ranks, and continues with its seed.
 
         With another global batch size the samples come in the same order, none twice and none left out, and are cut
         into other batches. CheckpointError, which changes nothing, where the state is of other data.
@@ -189,7 +189,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     # ------------------------------------------------------------------ inside
     def _ends(self, position: int) -> Iterator[int]:
-        """The positions behind the global batches that are to come."""
+        """The positions after each of the global batches to come."""
         yield from range(position + self._all, self._samples + 1, self._all)
         if (self._samples - position) % self._all and not self._drop_last:
             yield self._samples

@@ -6,7 +6,7 @@ shape in the model, a broken connection) are passed on as they are.
 
 A message begins with the code of its kind of error, such as `[ZW101]`, which `zeroweave explain` explains by
 `zeroweave/error_codes.md`. The text that is raised names it, or it is that of the class. A message that quotes another
-one takes over the code of that, which is nearer to the cause.
+one has the code of that, which is nearer to the cause.
 """
 
 from __future__ import annotations

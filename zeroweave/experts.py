@@ -3,7 +3,7 @@
 rank           0    1    2    3      with parallel_size 2
 experts        A    B    A    B      each rank has some of the layer's experts, under the same names
 exchange     (0    1)  (2    3)      `expert_group`: consecutive ranks, through which the model sends its tokens
-reduction    (0    2)  (1    3)      ranks with equal experts, over which these are sharded; the engine's business
+reduction    (0    2)  (1    3)      ranks with equal experts, over which these are sharded, by the engine
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where each parameter lies: buckets, slots, shards and fragments. Integers only, no torch.
+"""Where each parameter is stored: buckets, slots, shards and fragments. Integers only, no torch.
 
 A *bucket* is a group of parameters of one dtype, sharding group and `requires_grad` that are gathered and
 reduced together. Its *flat* is a 1-D buffer of `numel` elements:
@@ -40,7 +40,7 @@ ALIGN_BYTES = 128
 """Slots and shards start at multiples of this: a full cache line, and what vector loads and NCCL like."""
 
 GROUP_MARK = "@"
-"""Between a parameter's name and the number of the sharding group whose own it is."""
+"""Between a parameter's name and the number of the sharding group that it belongs to."""
 
 WORLD = "world"
 """The sharding group of all ranks."""
@@ -52,7 +52,7 @@ ACROSS = "across"
 """The sharding groups of the ranks at one place of all replicas."""
 
 NAME_SEPARATOR = ":"
-"""Between a bucket's base name (a module path) and the suffixes that tell its siblings apart."""
+"""Between a bucket's base name (a module path) and the suffixes that distinguish its siblings."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class ParameterSpec:
     """What the layout needs to know of one distinct parameter (a tied one appears once).
 
     `block` is the qualified name of the block that the parameter belongs to, or None. `group` names the
-    sharding group. `itemsize` is in bytes and follows from `dtype`. `together`: those with equal numbers lie side by
-    side in a bucket, lower ones first.
+    sharding group. `itemsize` is in bytes and follows from `dtype`. `together`: those with equal numbers are next
+    to each other in a bucket, lower ones first.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Fragment:
-    """What of one parameter lies in one rank's shard.
+    """The part of one parameter in one rank's shard.
 
     `start` counts from the first element of the shard, `offset` from the first element of the parameter's
     own flat. Of an empty fragment all three are 0.
@@ -104,7 +104,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `start` to `start + numel` of slot `slot`'s own flat lie at `offset` of a flat.
+    """Elements `start` to `start + numel` of slot `slot`'s own flat are at `offset` of a flat.
 
     `slot` -1: they belong to no slot, and are always zero.
     """
@@ -120,7 +120,7 @@ class BucketLayout:
     """One bucket: its slots, block by block in model order, and the size of its flat (`numel`, padding included).
 
     `numel` is a positive multiple of `world * ALIGN_BYTES / itemsize`. `group` names its sharding group, of which there
-    are `groups`, with `world` ranks each: every `groups`-th rank, or `consecutive` ones. `replicas`: so many groups of
+    are `groups`, with `world` ranks each: every `groups`-th rank, or `consecutive` ones. `replicas`: how many groups of
     consecutive ranks gather it among themselves; a divisor of `world`, and 1 unless all ranks share the bucket.
     """
 
@@ -139,7 +139,7 @@ class BucketLayout:
 
     @property
     def trainable(self) -> bool:
-        """Whether its parameters get gradients: every parameter of a bucket does, or none."""
+        """True if its parameters get gradients: every parameter of a bucket does, or none."""
         return self.requires_grad
 
     @property
@@ -153,32 +153,35 @@ class BucketLayout:
         return self.numel * self.itemsize
 
     def number(self, rank: int) -> int:
-        """Which of the `groups` groups has `rank` of the engine."""
+        """Which of the `groups` groups `rank` of the engine is in."""
         return rank // self.world if self.consecutive else rank % self.groups
 
     def place(self, rank: int) -> int:
-        """The place that `rank` of the engine has in its group: whose shard is its own."""
+        """The place of `rank` of the engine in its group: the rank has that place's shard."""
         if self.consecutive:
             return rank % self.world
         if self.replicas > 1:
-            size = self.world // self.replicas
-            return rank % size * self.replicas + rank // size
+            return rank % self.group_size * self.replicas + rank // self.group_size
         return rank // self.groups
+
+    @property
+    def group_size(self) -> int:
+        """Ranks that gather the flat together."""
+        return self.world // self.replicas
 
     @cached_property
     def inside(self) -> BucketLayout:
         """How the ranks of one replica gather and reduce the flat: from near shards. Itself without replicas."""
         if self.replicas == 1:
             return self
-        size, groups = self.world // self.replicas, self.replicas
-        return replace(self, group=INSIDE, world=size, groups=groups, replicas=1, consecutive=True)
+        groups = self.replicas
+        return replace(self, group=INSIDE, world=self.group_size, groups=groups, replicas=1, consecutive=True)
 
     @cached_property
     def across(self) -> BucketLayout:
         """How a near shard is gathered from shards and reduced to them. It has no slots."""
-        size = self.world // self.replicas
-        numel = self.inside.shard_numel
-        return replace(self, group=ACROSS, world=self.replicas, groups=size, replicas=1, slots=(), numel=numel)
+        world, groups, numel = self.replicas, self.group_size, self.inside.shard_numel
+        return replace(self, group=ACROSS, world=world, groups=groups, replicas=1, slots=(), numel=numel)
 
     def keys(self, name: str) -> tuple[str, ...]:
         """The names that parameter `name` has for all ranks: one for each group's own, by the group's number."""
@@ -206,7 +209,7 @@ class BucketLayout:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """What lies where in the flat, from end to end: every slot in one piece, and the gaps between them."""
+        """The contents of the flat, from end to end: every slot in one piece, and the gaps between them."""
         slots = (Piece(index, 0, slot.numel, slot.offset) for index, slot in enumerate(self.slots) if slot.numel)
         return with_gaps(slots, self.numel)
 
@@ -232,14 +235,14 @@ def build_layout(
 ) -> tuple[BucketLayout, ...]:
     """Lay the parameters out in buckets; ids count from 0 in the order of each bucket's first parameter.
 
-    A block's parameters go together. With `by_block` 1, which True is, a bucket never spans two blocks; with more, so
+    A block's parameters go together. With `by_block` 1, which True is, a bucket never spans two blocks; with more, that
     many neighbouring blocks of one list go together, or as many as fit into `max_bytes`. The other parameters form runs
     of neighbours: a run ends where a parameter of a block comes next. With `by_block` 0, which False is, blocks are
     ignored and the model is one run. Within blocks that go together, or a run, parameters are split by dtype,
     `requires_grad` and sharding group, then in order into flats of at most `max_bytes`; a single parameter above that
-    has a bucket of its own. A slot never spans buckets.
+    has its own bucket. A slot never spans buckets.
 
-    `groups`: how many groups the `world` ranks fall into under each name of a sharding group; 1 where it is silent.
+    `groups`: how many groups the `world` ranks form under each name of a sharding group; 1 for names that it lacks.
     `replicas`: of buckets that all ranks share.
 
     The result depends on the arguments alone, so every rank computes the same. ValueError for a world or
@@ -308,7 +311,7 @@ def _check(
 
 
 def _units(specs: Sequence[ParameterSpec], by_block: int, world: int, max_bytes: int) -> list[list[ParameterSpec]]:
-    """The blocks, so many together, and the runs between. A block's parameters need not be neighbours (tied ones)."""
+    """Blocks, `by_block` together, and the runs between. A block's parameters need not be neighbours (tied ones)."""
 
     def in_block(spec: ParameterSpec) -> bool:
         return by_block > 0 and spec.block is not None
@@ -338,7 +341,7 @@ def _together(
 
 
 def _list_of(block: Sequence[ParameterSpec]) -> str:
-    """The list that a block is a member of. One that has a name of its own is in none, and the answer is itself."""
+    """The list that a block is a member of. One that has its own name is in none, and the answer is itself."""
     assert block[0].block is not None
     parent, _, own = block[0].block.rpartition(".")
     return parent if own.isdecimal() else block[0].block
@@ -360,7 +363,7 @@ def _alike(specs: Iterable[ParameterSpec], key: Callable[[ParameterSpec], object
 def _split_by_size(alike: Sequence[ParameterSpec], world: int, max_bytes: int) -> list[list[ParameterSpec]]:
     """Fill greedily in order: a bucket is closed when the next parameter would lift its flat over the cap.
 
-    The padding counts, of which more ranks need more: they may close it earlier. Then parameters have other places in
+    The padding counts, and more ranks need more of it: they may close it earlier. Then parameters have other places in
     their flats. Buckets that no cap closes have the same members at the same offsets on any number of ranks.
     """
     parts: list[list[ParameterSpec]] = []
@@ -402,7 +405,7 @@ def _lay_out(
 def _extent_bytes(spec: ParameterSpec) -> int:
     """Bytes from this slot's start to the next one's.
 
-    Never 0: a parameter is found by its offset, so even one without elements takes an offset of its own.
+    Never 0: a parameter is found by its offset, so even one without elements takes its own offset.
     """
     return round_up(max(1, spec.numel * spec.itemsize), ALIGN_BYTES)
 
@@ -414,8 +417,8 @@ def round_up(value: int, unit: int) -> int:
 def _bucket_names(filled: Sequence[Sequence[ParameterSpec]], by_block: int) -> list[str]:
     """One distinct name a bucket, for people: its block, or blocks, or the module of its first parameter.
 
-    Buckets that would share a name get what tells them apart, in this order: dtype, "frozen", sharding
-    group, and a running number where all that is equal: "layers.0:bfloat16:frozen", "layers.3:1".
+    Buckets that would share a name get what distinguishes them, in this order: dtype, "frozen", sharding
+    group, and a running number where all of these are equal: "layers.0:bfloat16:frozen", "layers.3:1".
     """
     heads = [members[0] for members in filled]
     bases = [_base_name(members, by_block) for members in filled]

@@ -22,7 +22,7 @@ EventKind = Literal["skipped", "fallback", "recompiled", "departed", "schedule"]
 
 _LOG: Final = logging.getLogger("zeroweave")
 _KEPT: Final = 1000
-"""So many events wait until somebody takes them; the oldest go first."""
+"""So many events wait until they are taken; the oldest are dropped first."""
 _OWN: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -52,7 +52,7 @@ def warn(message: str, rank: int | None = None) -> None:
 
 
 def _of_user(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame from `frame` outwards that is the user's; None where there is none."""
+    """The innermost frame from `frame` outwards that is the user's, or None."""
     inside = [_OWN, *map(os.path.abspath, (contextlib.__file__, weakref.__file__)), "<eval_with_key>", "<frozen "]
     for name in ("torch", "pydantic"):
         if (file := getattr(sys.modules.get(name), "__file__", None)) is not None:
@@ -77,7 +77,7 @@ def on_stderr() -> Console:
 def working() -> Iterator[Callable[[str], None]]:
     """Gives what is called with what a command is at; standard error shows it.
 
-    On a terminal that is one line, which changes and goes away; elsewhere each is a line of its own.
+    On a terminal that is one line, which changes and goes away; elsewhere each is a separate line.
     """
     console = on_stderr()
     if not console.is_terminal:
@@ -126,7 +126,7 @@ class Journal:
         warn(reason, self._rank)
 
     def take(self) -> tuple[Event, ...]:
-        """All that nobody has taken yet, in their order."""
+        """All that were not taken yet, in their order."""
         taken = tuple(self._events)
         self._events.clear()
         return taken

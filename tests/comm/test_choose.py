@@ -50,10 +50,10 @@ def test_where_nothing_is_gathered_between_gpus_kernels_do() -> None:
         assert refused(asked, alone, CPU, MIB) == "nothing is gathered in a world of 1"
 
 
-def between_ranks(asked: Asked) -> str:
+def between_ranks(asked: Asked, device: torch.device = CPU, replicas: int = 1) -> str:
     control = Control.over(None)
     try:
-        return refused(asked, control, CPU, MIB)
+        return refused(asked, control, device, MIB, replicas)
     except ConfigError as error:
         return str(error)
     finally:
@@ -64,3 +64,6 @@ def test_what_is_asked_for_and_cannot_be_is_an_error(pools: Pools) -> None:
     assert pools(2).run(between_ranks, "auto") == ["ranks compute on cpu"] * 2
     told = "[ZW107] transport.gathers is 'copy_engine': ranks compute on cpu. Set it to 'auto' or 'kernel'"
     assert pools(2).run(between_ranks, "copy_engine") == [told] * 2
+    why = "the ranks of a group of sharding.group_size gather by kernel"
+    assert pools(2).run(between_ranks, "auto", torch.device("cuda"), 2) == [why] * 2
+    assert all(why in each for each in pools(2).run(between_ranks, "copy_engine", torch.device("cuda"), 2))

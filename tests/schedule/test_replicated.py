@@ -26,10 +26,10 @@ from zeroweave.schedule import (
 )
 
 
-def replicated(blocks: int = 2, micro_steps: int = 2, by_bucket: bool = False) -> Schedule:
+def replicated(blocks: int = 2, micro_steps: int = 2, by_bucket: bool = False, depth: int = 2) -> Schedule:
     facts = stack_facts(blocks, 1)
     trained = frozenset(bucket.id for bucket in facts.buckets if bucket.trainable)
-    facts = replace(facts, replicated=trained, update_by_bucket=by_bucket)
+    facts = replace(facts, replicated=trained, update_by_bucket=by_bucket, depth=depth)
     return compile_schedule(stack(blocks, micro_steps, 1), facts)
 
 
@@ -38,18 +38,21 @@ def place(schedule: Schedule, instruction: Instruction, which: int = -1) -> int:
 
 
 @pytest.mark.parametrize("by_bucket", [False, True])
-def test_what_crosses_groups_crosses_once_behind_the_last_micro_step(by_bucket: bool) -> None:
+def test_what_crosses_groups_crosses_once_behind_all_reductions_in_their_order(by_bucket: bool) -> None:
     schedule = replicated(by_bucket=by_bucket)
+    reduced = max(index for index, each in enumerate(schedule.instructions) if isinstance(each, Reduce))
+    across = [index for index, each in enumerate(schedule.instructions) if isinstance(each, ReduceAcross)]
+    assert across == list(range(across[0], across[0] + len(across))) and across[0] > reduced
+    order = tuple(schedule.instructions[index] for index in across)
+    assert order == tuple(map(ReduceAcross, schedule.reduce_order))
     for bucket in schedule.facts.replicated:
-        across = place(schedule, ReduceAcross(bucket))
-        assert schedule.instructions.count(ReduceAcross(bucket)) == 1
-        assert schedule.instructions[across - 1] == Settle(bucket)
-        assert place(schedule, Reduce(bucket)) < across < place(schedule, Settle(bucket))
+        assert place(schedule, ReduceAcross(bucket)) < place(schedule, Settle(bucket))
         assert place(schedule, Settle(bucket)) < place(schedule, Update(bucket))
+        assert schedule.instructions.count(ReduceAcross(bucket)) == 1
         assert schedule.instructions.count(GatherAcross(bucket)) == 1
     updates = [index for index, each in enumerate(schedule.instructions) if isinstance(each, Update)]
     gathers = [each.bucket for each in schedule.instructions[updates[-1] :] if isinstance(each, GatherAcross)]
-    assert gathers == sorted(schedule.facts.replicated), "in the order of first use"
+    assert gathers == sorted(schedule.facts.replicated), "in the order of the layout"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -78,25 +81,33 @@ def moved(schedule: Schedule, index: int, to: int) -> Schedule:
 
 
 def broken(what: str) -> tuple[Schedule, str]:
-    schedule = replicated()
-    across, gather = place(schedule, ReduceAcross(0)), place(schedule, GatherAcross(0))
-    by_bucket, update = replicated(by_bucket=True), place(schedule, Update(0))
-    first = next(index for index, each in enumerate(schedule.instructions) if isinstance(each, Update))
-    updated = schedule.instructions[first]
+    schedule, alone, by_bucket = replicated(), replicated(depth=1), replicated(by_bucket=True)
+    first = schedule.reduce_order[0]
+    across, gather = place(schedule, ReduceAcross(first)), place(schedule, GatherAcross(0))
+    update = next(index for index, each in enumerate(schedule.instructions) if isinstance(each, Update))
+    updated = schedule.instructions[update]
     assert isinstance(updated, Update)
-    of_first = place(schedule, GatherAcross(updated.bucket))
+    last = max(index for index, each in enumerate(alone.instructions) if isinstance(each, Reduce))
     return {
-        "not reduced": (without(schedule, across), "settled without a reduction in flight"),
-        "not settled": (without(by_bucket, place(by_bucket, Settle(0))), "updated before its reduction was settled"),
-        "reduced too early": (moved(schedule, across, place(schedule, Reduce(0), 0) + 1), "before what was reduced"),
-        "an earlier sum": (moved(schedule, across, place(schedule, Settle(0), 0) + 1), "reduced behind the reduction"),
-        "reduced twice": (schedule.rearranged({update: [ReduceAcross(0)]}), "reduced across groups twice"),
+        "not reduced": (without(schedule, across), f"before {schedule.facts.name(first)}"),
+        "not settled": (
+            without(by_bucket, place(by_bucket, Settle(first))),
+            "updated before its reduction was settled",
+        ),
+        "reduced too early": (moved(schedule, across, place(schedule, Reduce(first)) + 1), "before what was reduced"),
+        "an earlier sum": (moved(alone, place(alone, ReduceAcross(first)), last), "reduced behind a reduction"),
+        "another order": (moved(schedule, across, across + 2), f"before {schedule.facts.name(first)}"),
+        "reduced twice": (schedule.rearranged({update: [ReduceAcross(first)]}), "reduced across groups twice"),
         "not gathered": (without(schedule, gather), "never gathered across groups"),
         "gathered twice": (schedule.rearranged({gather: [GatherAcross(0)]}), "gathered across groups twice"),
+        "gathered in another order": (moved(schedule, gather + 1, gather), "comes later in the layout"),
         "gathered too early": (moved(schedule, gather, update), "gathered across groups before its update"),
-        "updated behind": (moved(schedule, of_first, first + 1), "updated behind a gather across groups"),
+        "updated behind": (
+            moved(schedule, place(schedule, GatherAcross(updated.bucket)), update + 1),
+            "updated behind a gather across groups",
+        ),
         "not replicated": (
-            replace(schedule, facts=replace(schedule.facts, replicated=schedule.facts.replicated - {0})),
+            replace(schedule, facts=replace(schedule.facts, replicated=frozenset())),
             "the bucket is not replicated",
         ),
     }[what]
@@ -107,9 +118,11 @@ WHATS = (
     "not settled",
     "reduced too early",
     "an earlier sum",
+    "another order",
     "reduced twice",
     "not gathered",
     "gathered twice",
+    "gathered in another order",
     "gathered too early",
     "updated behind",
     "not replicated",

@@ -19,7 +19,7 @@ def dynamo_backend(**compilers: Any) -> Callable[[torch.fx.GraphModule, Sequence
 
 
 def aot_position(desc: Any) -> int | None:
-    """The position among Dynamo's placeholders that an AOT input descriptor stands for, if it is plain."""
+    """The position among Dynamo's placeholders that an AOT input descriptor describes, if it is plain."""
     from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
     return desc.idx if isinstance(desc, PlainAOTInput) else None
@@ -47,7 +47,7 @@ def aot_gradient_of(desc: Any) -> int | None:
 
 
 def aot_is_tangent(desc: Any) -> bool:
-    """Is an AOT input the gradient of an output of the forward?"""
+    """True if an AOT input is the gradient of an output of the forward."""
     from torch._functorch._aot_autograd.descriptors import TangentAOTInput
 
     return isinstance(desc, TangentAOTInput)
@@ -76,9 +76,9 @@ def aot_partition(
 
     `activation_budget`: the share of the activation bytes which it would save by itself that it may save. Why the
     rest: the budget is an option of the process. Below 1 the partitioner also recomputes what it takes for too costly
-    otherwise, random numbers among it, which then are others, unless they must be saved; at 0 it does not look.
-    Where nothing else is left to choose, it saves the very tuple of an operator with several outputs, which cannot
-    be; recomputing all that it may is the same choice.
+    otherwise. Random numbers are among it, and differ then, unless they must be saved; at 0 it does not look.
+    Where nothing else is left to choose, it saves the tuple of an operator with several outputs, which cannot be
+    saved; recomputing all that it may is the same choice.
     """
     import torch._functorch.config as config
     from torch._functorch.partitioners import min_cut_rematerialization_partition

@@ -13,7 +13,7 @@ import torch
 def current_graph_task() -> int:
     """The id of the backward that this thread runs, -1 outside of one.
 
-    Why: nested backwards are told apart.
+    Why: it distinguishes nested backwards.
     """
     return int(torch._C._current_graph_task_id())
 
@@ -24,7 +24,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def accumulates(parameter: torch.Tensor) -> bool:
-    """Whether the backward that runs now adds to the `.grad` of this leaf.
+    """True if the backward that runs now adds to the `.grad` of this leaf.
 
     Why: `torch.autograd.grad` and `backward(inputs=...)` run backwards for other gradients only.
     """
@@ -32,9 +32,9 @@ def accumulates(parameter: torch.Tensor) -> bool:
 
 
 def returns(parameter: torch.Tensor) -> bool:
-    """Whether the backward that runs now returns the gradient of this leaf, as `torch.autograd.grad` does.
+    """True if the backward that runs now returns the gradient of this leaf, as `torch.autograd.grad` does.
 
-    Why: whoever calls that gets what autograd has of it.
+    Why: the caller of that gets what autograd has of it.
     """
     return _goes_into(parameter) is None
 
@@ -51,17 +51,17 @@ def _goes_into(parameter: torch.Tensor) -> bool | None:
 
 
 def recomputing() -> bool:
-    """Whether this forward is run again inside a backward by non-reentrant checkpointing.
+    """True if this forward is run again inside a backward by non-reentrant checkpointing.
 
-    Why: its graph is thrown away, so that no gradient may be expected from it. The innermost saved-tensors
-    hook tells: nothing else does.
+    Why: its graph is thrown away, so that no gradient may be expected from it. Only the innermost saved-tensors
+    hook tells.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 
 
 def checkpoint_segment() -> weakref.ref[Any] | None:
-    """What tells this non-reentrant checkpoint from others, while its function runs for the first time; None outside.
+    """The identity of this non-reentrant checkpoint while its function runs for the first time; None outside.
 
     One object for each, to be compared by identity. Why: in a backward everything inside runs again before anything
     inside is differentiated. The reference is weak because a checkpoint's hook holds its inputs.
@@ -73,7 +73,7 @@ def checkpoint_segment() -> weakref.ref[Any] | None:
 
 @contextmanager
 def allowing_hooks_again() -> Iterator[None]:
-    """At the end hooks for saved tensors are allowed, if they were at the begin.
+    """At the end hooks for saved tensors are allowed if they were at the beginning.
 
     Why: `torch.func.grad` forbids them while it runs, and Dynamo, which traces that, leaves it so where it fails.
     """
@@ -87,8 +87,8 @@ def allowing_hooks_again() -> Iterator[None]:
 
 
 def refuses_hooks(error: BaseException) -> bool:
-    """Was this raised because `torch.func.grad`, or one like it, takes no hooks for saved tensors?
+    """True if this was raised because `torch.func.grad`, or one like it, takes no hooks for saved tensors.
 
-    Why: the error has no class of its own.
+    Why: the error does not have its own class.
     """
     return "support saved tensor hooks" in str(error)

@@ -52,7 +52,7 @@ def new_process_group(
 
 
 def end_process_group(group: dist.ProcessGroup) -> None:
-    """Destroys a registered process group, unless somebody has destroyed all of them.
+    """Destroys a registered process group, unless the program has destroyed all of them.
 
     Why: only the registry knows whether that has happened.
     """
@@ -61,10 +61,10 @@ def end_process_group(group: dist.ProcessGroup) -> None:
 
 
 def copying_communicator(store: Any, rank: int, world: int, name: str, timeout: datetime.timedelta) -> Any:
-    """NCCL's communicator of `world` ranks that meet in `store`, which uses no multiprocessors where it can do without.
+    """NCCL's communicator of `world` ranks that meet in `store`, which uses no SMs where it can do without.
 
-    Why: one that torch knows as a process group ends with all others in `destroy_process_group()`, whatever memory it
-    knows, and giving that memory back ends the process then. The timeout is private among the options.
+    Why: one that torch knows as a process group ends with all others in `destroy_process_group()`, although memory is
+    registered with it, and giving that memory back ends the process then. The timeout is private among the options.
     """
     nccl: Any = vars(dist)["ProcessGroupNCCL"]  # builds without CUDA have none
     options = nccl.Options()
@@ -77,7 +77,7 @@ def copying_communicator(store: Any, rank: int, world: int, name: str, timeout: 
 def collectives_begun() -> dict[str, int]:
     """How many collectives this process has begun in each process group that counts them, by the group's name.
 
-    Why: of what a program does in groups of its own nothing else tells. May be called in any thread.
+    Why: nothing else tells what a program does in its own groups. May be called in any thread.
     """
     begun: dict[str, int] = {}
     for group in list(c10d._world.pg_map):

@@ -1,4 +1,4 @@
-"""Dynamo: what it compiles, what it kept and why."""
+"""Dynamo: what it compiles, what it keeps and why."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def module_runner(name: str) -> types.FunctionType:
-    """A new function `name(module, *args, **kwargs)` with a code object of its own.
+    """A new function `name(module, *args, **kwargs)` with its own code object.
 
     Why: Dynamo keeps what it compiled by code object, with one limit per process, deleted engines included,
     and remembers which sizes vary by file, line and name of the code. It does what
@@ -30,7 +30,7 @@ def compile_with_limit(function: Callable[..., Any], limit: int, **options: Any)
     """`torch.compile(function, **options)`, of which Dynamo compiles at most `limit` variants of a code object.
 
     Why: `torch.compile` takes a limit since 2.13. Before, it is in `torch._dynamo.config` only, where it is
-    everybody's; it is set there while a call lasts, because Dynamo reads it whenever it meets a new variant.
+    global; it is set there while a call lasts, because Dynamo reads it whenever it meets a new variant.
     """
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = limit
@@ -67,7 +67,7 @@ def dynamo_example(placeholder: torch.fx.Node) -> Any:
 def dynamo_errors() -> tuple[type[RuntimeError], type[RuntimeError]]:
     """What Dynamo wraps a backend's exceptions in (`inner_exception`); what says that it cannot capture `torch.cond`.
 
-    Why: ours must reach the user as such, and one cause of the others lies in our flats.
+    Why: ours must reach the user as such, and our flats are one cause of the others.
     """
     from torch._dynamo.exc import BackendCompilerFailed, UncapturedHigherOrderOpError
 
@@ -104,7 +104,7 @@ def dynamo_graph_breaks() -> dict[str, int]:
 def dynamo_frame_seconds() -> list[float]:
     """How long each frame took Dynamo so far in this process, backends included. To be read, not kept.
 
-    Why: Dynamo goes on after its backend has returned (guards, bytecode), before it runs what it compiled.
+    Why: Dynamo continues after its backend has returned (guards, bytecode), before it runs what it compiled.
     """
     return _compilation_times().get("_compile.compile_inner", [])
 

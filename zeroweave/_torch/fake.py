@@ -1,4 +1,4 @@
-"""Tensors without memory, and who hears of each operator."""
+"""Tensors without memory, and calls for each operator."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def without_memory() -> AbstractContextManager[Any]:
 
 
 def value_errors() -> tuple[type[Exception], ...]:
-    """What operators raise whose results depend on values. Why: a plan says which module asks for them."""
+    """What operators raise if their results depend on values. Why: a plan says which module asks for them."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     return DataDependentOutputException, DynamicOutputShapeException
 
 
 class OperatorMode(TorchDispatchMode):
-    """Inside, `ran(operator, args, kwargs, out)` hears of each operator that has run.
+    """Inside, `ran(operator, args, kwargs, out)` is called after each operator.
 
     Why: `TorchDispatchMode` has no public name, nor the word that lets Dynamo compile inside of one.
     """
@@ -50,7 +50,7 @@ class OperatorMode(TorchDispatchMode):
 
 
 def operator_name(target: Any) -> str:
-    """The name of an operator without its overload ("mm"), "" for what is none. Why: as `operator_schema`."""
+    """The name of an operator without its overload ("mm"), "" for anything else. Why: as `operator_schema`."""
     return target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
 
 

@@ -111,7 +111,7 @@ _CONVERTING: Final = frozenset((torch.ops.prims.convert_element_type.default, to
 
 
 def makes_memory(node: torch.fx.Node) -> bool:
-    """Is the node's result new memory? False where nobody knows: compilers leave operators out that change nothing.
+    """True if the node's result is surely new memory. Compilers leave out operators that change nothing.
 
     Why: PyTorch makes gradients of embeddings by operators that it has for itself.
     """

@@ -16,14 +16,14 @@ def end_failed_capture(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.dev
     """Ends the capture of `graph`, which has failed, on the capturing stream, which is the current one.
 
     `pool`: that of `capture_begin`. Why: where the driver refuses to end a capture, PyTorch 2.11 leaves it at that. Its
-    allocator goes on as if the capture ran: no block that several streams have used comes back, nothing that is cached
-    is given to another size, the pool cannot be captured into, and keeps its memory for ever. The generator of random
+    allocator continues as if the capture ran: no block that several streams have used comes back, no cached block
+    is given to another size, the pool cannot be captured into, and keeps its memory forever. The generator of random
     numbers refuses to draw any. A capture that succeeds sets that right, as nothing else does.
     """
     with suppress(RuntimeError):
         graph.capture_end()
     with suppress(RuntimeError):
-        graph.pool()  # it has one if its capture was ended, whatever failed then: it gives that back itself
+        graph.pool()  # it has one if its capture was ended, even with an error: it gives that back itself
         return
     with suppress(RuntimeError):  # newer versions have done so
         torch._C._cuda_endAllocateToPool(device.index, pool)
@@ -41,8 +41,8 @@ def unused_bytes(pool: tuple[int, int]) -> int:
 
     Why: up to PyTorch 2.13 `torch.cuda.memory_snapshot` gives up a reference to each object that it is asked with, and
     none is its own (PyTorch's pull request 196366). A number above 256 is freed at once, while the id has it, and the
-    process ends sooner or later. So each gets a reference that can be given up. Where none is any more, the few numbers
-    merely stay.
+    process ends sooner or later. So each gets a reference that can be given up. Once PyTorch gives up none, the few
+    numbers stay.
     """
     for given in (*pool, False):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(given))

@@ -50,9 +50,9 @@ def inductor_compile(
 ) -> Callable[[list[Any]], Any]:
     """Inductor's code for a graph, called with one list of arguments, which it empties.
 
-    Compiled in a tracing context of its own: Inductor asserts that nobody else's output strides are in it.
+    Compiled in its own tracing context: Inductor asserts that no other graph's output strides are in it.
     An inference graph has had no partition, so that Inductor's joint passes are run here. Inductor's option for code in
-    C++ around the kernels is handed on: `compile_fx`, which would do so, is not called.
+    C++ around the kernels is handed on here: `compile_fx`, which would do so, is not called.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner, get_cpp_wrapper_config
@@ -128,7 +128,7 @@ def _told_apart_by_processor(devices: Sequence[torch.device]) -> AbstractContext
 
 
 def inductor_calls(operator: Any) -> None:
-    """Lets Inductor call an operator that is in a graph as it is, for good.
+    """From now on Inductor calls an operator that is in a graph as it is.
 
     Why: without being told it would do so, too, but it copies arguments of operators that it does not know where they
     are not contiguous in a backward, as in each matmul for a weight's gradient. And with CI in the environment it
@@ -142,7 +142,7 @@ def inductor_calls(operator: Any) -> None:
 
 
 def inductor_reads_first(operators: Sequence[Any]) -> None:
-    """Lets Inductor compute what reads the arguments of these operators in front of them, for good.
+    """From now on Inductor computes what reads the arguments of these operators before it runs them.
 
     Why: for an operator that writes an argument, as for any that it has no lowering for, Inductor puts the operator
     into its list and only then the elementwise reads that are pending, which then see the new value; those of
@@ -176,14 +176,14 @@ def inductor_reads_first(operators: Sequence[Any]) -> None:
 
 
 def inductor_cache_hits() -> int:
-    """How many graphs Inductor has found in its cache so far in this process. Why: it tells nobody else."""
+    """How many graphs Inductor has found in its cache so far in this process. Why: nothing public tells it."""
     from torch._dynamo.utils import counters
 
     return int(counters["inductor"]["fxgraph_cache_hit"])
 
 
 def inductor_lock_folder() -> Path | None:
-    """Where Inductor keeps its file locks, beside its cache; None where the cache is switched off.
+    """Where Inductor keeps its file locks, next to its cache; None where the cache is switched off.
 
     Why: ranks that share the cache share this folder.
     """
@@ -194,7 +194,7 @@ def inductor_lock_folder() -> Path | None:
 
 
 def inductor_settings() -> str:
-    """PyTorch's version and a hash of Inductor's options. Why: they decide on the code, and on the cache's keys."""
+    """PyTorch's version and a hash of Inductor's options. Why: code and cache keys depend on them."""
     from torch._inductor import config
 
     return f"{torch.__version__} {config.get_hash().hex()}"
@@ -203,7 +203,7 @@ def inductor_settings() -> str:
 def pin_output_strides(graph: torch.fx.GraphModule) -> None:
     """Makes Inductor return every output with the strides that it has in the graph.
 
-    Why: what the program gets is to lie as it does without a compiler. Views keep the order of their strides only.
+    Why: the program is to get the strides that it gets without a compiler. Views keep only the order of their strides.
     """
     output = graph.graph.output_node()
     nodes = output.args[0]

@@ -20,14 +20,14 @@ def unseen() -> AbstractContextManager[None]:
     """Inside, selective activation checkpointing does not see operations; other modes do.
 
     Why: it counts the operations of a forward, and wants the same ones when that runs again. But what is gathered and
-    reduced in between is another matter then. The modes are private, and so is the stack of them.
+    reduced in between differs then. The modes are private, and so is the stack of them.
     """
     return _without_selective() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 @contextmanager
 def _without_selective() -> Iterator[None]:
-    """Why: see `unseen`. A mode may lie between others, which stay in their order."""
+    """Why: see `unseen`. A mode may be between others, which stay in their order."""
     modes: list[Any] = dispatch._get_current_dispatch_mode_stack()
     if not any(isinstance(mode, _SELECTIVE) for mode in modes):
         yield

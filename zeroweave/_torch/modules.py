@@ -32,7 +32,7 @@ def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 class Inside:
-    """Which modules are inside of a model, and where parameters stand in each, when this is made.
+    """Which modules are inside a model, and where parameters are in each, when this is made.
 
     Why: nothing public tells that they come and go. A program may exchange a module's dictionaries, so that they are
     looked at in place.
@@ -43,12 +43,12 @@ class Inside:
         self._insides = [own for own in map(vars, model.modules()) if own.keys() >= {"_modules", "_parameters"}]
         entries = [own["_parameters"] for own in self._insides]
         self._spare = [(each, name) for each in entries for name, p in each.items() if p is None]
-        """where none stands, such as a bias that is left out"""
+        """where no parameter is, such as a bias that is left out"""
         self._children, self._sizes = self._children_now(), self._sizes_now()
 
     @property
     def holds(self) -> bool:
-        """Is nothing else there? Asked in each forward, of thousands, so with few steps of Python's own."""
+        """True if nothing else is there. Asked in each forward, of thousands, so with few steps of Python."""
         return (
             self.modules_hold
             and self._sizes_now() == self._sizes
@@ -57,7 +57,7 @@ class Inside:
 
     @property
     def modules_hold(self) -> bool:
-        """Are the modules the same, in the same order?"""
+        """True if the modules are the same, in the same order."""
         return self._children_now() == self._children
 
     def _children_now(self) -> list[tuple[nn.Module | None, ...]]:
@@ -89,7 +89,7 @@ class Hooks:
         self._walk()
 
     def now(self) -> tuple[int, ...]:
-        """Their numbers, which are never given twice, in their order. Asked in each step, of all modules."""
+        """The unique numbers of the hooks, in their order. Asked in each step, of all modules."""
         if not self._inside.modules_hold:
             self.exchanges += 1
             self._inside = Inside(self._module)
@@ -106,7 +106,7 @@ class Hooks:
         return tuple(numbers)
 
     def partly(self) -> bool:
-        """Are there backward hooks of the old kind, which see the backward of a module's last operator alone?"""
+        """True if there are backward hooks of the old kind. They see only the backward of a module's last operator."""
         old = all_modules._global_backward_hooks and not all_modules._global_is_full_backward_hook
         return bool(old) or any(
             inside["_backward_hooks"] and inside["_is_full_backward_hook"] is False for inside in self._insides
@@ -148,17 +148,17 @@ def shapes_state_dict(module: nn.Module, own: Container[int], loading: bool) -> 
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called. Why: the engine compiles regions itself."""
+    """True if `module.compile()` was called. Why: the engine compiles regions itself."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def is_compiled_function(function: object) -> bool:
-    """Whether `torch.compile` made it. Why: a forward that is compiled already is no code of a region."""
+    """True if `torch.compile` made it. Why: a forward that is compiled already is no code of a region."""
     return getattr(function, "_torchdynamo_orig_callable", None) is not None
 
 
 def refresh_rnn_weights(module: nn.RNNBase) -> None:
-    """Makes an RNN compute with its present `_parameters`. Why: it keeps a list of its weights of its own."""
+    """Makes an RNN compute with its present `_parameters`. Why: it keeps its own list of its weights."""
     entries = module._parameters
     module._flat_weights[:] = [
         entries.get(name, old) for name, old in zip(module._flat_weights_names, module._flat_weights, strict=True)

@@ -1,4 +1,4 @@
-"""Who listens to the step of an optimizer."""
+"""Hooks and wrappers of an optimizer's step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer.step` calls hooks, its own or global ones. Why: those expect one call a step."""
+    """True if `optimizer.step` calls hooks, its own or global ones. Why: those expect one call a step."""
     from torch.optim import optimizer as module
 
     return bool(
@@ -18,6 +18,6 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_step_replaced(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether someone set `optimizer.step` on the object, learning rate schedulers (which only note that it
-    was called) left out. Why: a wrapper of a user expects one call a step."""
+    """True if `optimizer.step` was set on the object. Learning rate schedulers do not count: theirs only notes the
+    call. Why: a wrapper of a user expects one call a step."""
     return "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")

@@ -1,4 +1,4 @@
-"""Storages and who holds them."""
+"""Storages and their owners."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """How many tensors (and storage objects) share `storage`.
 
-    Why: a flat is freed only when nobody views it.
+    Why: a flat is freed only when no tensor views it.
     """
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def lent(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, 1-D, under a storage object of its own, which does not own it.
+    """The memory of a contiguous tensor, 1-D, under its own storage object, which does not own it.
 
-    Whoever lends must keep `tensor` until the memory is not used any more. Why: backends keep what they are handed for
+    The caller must keep `tensor` until the memory is not used any more. Why: backends keep what they are handed for
     as long as their threads please. The storage that counts its users is not among it.
     """
     storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
@@ -47,7 +47,7 @@ def contiguous_stride(shape: Sequence[int]) -> list[int]:
 def without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A contiguous tensor whose storage has no bytes yet.
 
-    Why: one that is made as ever has its memory for a moment, and the step may need most in that moment.
+    Why: one that is made as usual has its memory for a moment, and the step may need most in that moment.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -67,7 +67,7 @@ def reinterpreted(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[i
 
 
 def borrowed_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The memory of `storage` under an identity of its own, which does not own it.
+    """The memory of `storage` under its own identity, which does not own it.
 
     Why: the pool of a graph owns it, and no tensor must.
     """
@@ -139,9 +139,9 @@ def use_count(tensor: torch.Tensor) -> int:
 def owners(tensors: Sequence[torch.Tensor]) -> list[int]:
     """How many references to each there are, in Python and in C++, without those of its AccumulateGrad node.
 
-    To be compared with counts that the same code took earlier. Why: the storage of a parameter that somebody keeps
-    must not be freed. While C++ owns a tensor beside its Python object, PyTorch holds one more reference to that
-    object; the node, which lives as long as any graph that the parameter is part of, reads no values.
+    To be compared with counts that the same code took earlier. Why: the storage of a parameter that the program
+    keeps must not be freed. While C++ also owns a tensor, PyTorch holds one more reference to its Python object; the
+    node, which lives as long as any graph that the parameter is part of, reads no values.
     """
     counts = sys.getrefcount
     return [

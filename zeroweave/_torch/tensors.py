@@ -1,4 +1,4 @@
-"""Tensors that are no ordinary ones: stubs, hooks on tensors, exchanged contents."""
+"""Tensors that are not ordinary: stubs, hooks on tensors, exchanged contents."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def exchange(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Exchanges the content of two tensor objects; graphs stay with the content. RuntimeError if it is weakly owned.
 
     Why: `torch.utils.swap_tensors`, which does the same, refuses or poisons what is part of a live graph, so that
-    the graph is not changed unawares; here it is to go on with the old content.
+    the graph is not changed by accident; here it is to continue with the old content.
     """
     torch._C._swap_tensor_impl(tensor, other)
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__

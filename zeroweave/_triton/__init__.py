@@ -1,4 +1,4 @@
-"""Kernels for GPUs. PyTorch for NVIDIA's brings Triton along; nothing here is imported where there is none."""
+"""Kernels for GPUs. PyTorch for NVIDIA's brings Triton along; nothing here is imported without Triton."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def kernels(name: str, device: str) -> ModuleType | None:
 
 @cache
 def _run() -> bool:
-    """Whether kernels run here, tried out once. Triton compiles what launches them with a C compiler."""
+    """True if kernels run here, tried out once. Triton compiles what launches them with a C compiler."""
     try:
         import_module(f"{__name__}.masters").try_out()
     except Exception as error:  # of any kind: of Triton, the C compiler, the driver

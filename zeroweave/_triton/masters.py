@@ -11,7 +11,7 @@ import triton.language as tl
 BLOCK: Final = 1024
 """Elements of one program."""
 _COPIED: Final = 4 * BLOCK
-"""The same where there is nothing to compute."""
+"""The same if there is nothing to compute."""
 
 
 @triton.jit
@@ -125,5 +125,5 @@ def try_out() -> None:
 
 
 def programs(numel: int, size: int = BLOCK) -> tuple[int]:
-    """A grid over so many elements, at least one, of which a program takes `size`."""
+    """A grid over the elements, at least one, of which a program takes `size`."""
     return (-(-numel // size),)

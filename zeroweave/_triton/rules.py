@@ -2,7 +2,7 @@
 
 The arithmetic is float32, in the order of `torch.optim`'s implementations for lists of tensors, each result within a
 unit of the last place of theirs; Lion's are the bits of `optim.lion`. What a step has of one value each is computed in
-double precision: on the host, and handed in, or on the device where the learning rate lives there, and read there.
+double precision: on the host, and handed in, or on the device where the learning rate is there, and read there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A checkpoint is written beside the steps: by a thread of each rank, while the next steps run."""
+"""A thread of each rank writes a checkpoint concurrently with the next steps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _RUNS, _DONE, _FAILED = range(3)
 class AsyncSave:
     """A `Saving` whose `write` and `publish` have a thread. It is over when `advance` says so.
 
-    A thread, and no process: it reads what lies in host memory where it lies, and ends with the program, whatever ends
-    that. It holds Python's lock only between two pieces of some MiB.
+    A thread, and no process: it reads host memory in place, and ends with the program, however that ends. It holds
+    Python's lock only between two pieces of some MiB.
     """
 
     def __init__(self, saving: Saving, staging: Staging, control: Control, name: str) -> None:
-        """`staging`: how the steps begin copies in time. `name`: of the checkpoint, for who reads warnings."""
+        """`staging`: how the steps begin copies in time. `name`: of the checkpoint, for warnings."""
         self._saving, self._staging, self._control = saving, staging, control
         staging.begin(saving.snapshots)
         self._phases: list[tuple[Callable[[], None], Callable[[], None]]] = [
@@ -36,7 +36,7 @@ class AsyncSave:
         self._left = weakref.finalize(self, _leave, saving, self._threads, name, control.rank, os.getpid())
 
     def advance(self, wait: bool) -> bool:
-        """Goes on as far as all ranks can without waiting for a thread, or if they `wait`, to the end. Is it over?
+        """Advances as all ranks can without waiting for a thread, or if they `wait`, to the end. True if it is over.
 
         Collective. CheckpointError on all ranks as soon as one has failed. It is over then.
         """

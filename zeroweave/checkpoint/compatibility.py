@@ -56,7 +56,7 @@ class Scheduler(Strict):
 
 
 class Facts(Strict):
-    """What all ranks share beside tensors. A manifest has it under the same names."""
+    """What all ranks share besides tensors. A manifest has it under the same names."""
 
     run: Run
     loss_scale: LossScale
@@ -233,7 +233,7 @@ class Compatibility:
             yield f"its lr_scheduler is {kind or 'none'}, not {wanted or 'none'}"
 
     def data(self, rank: int, world: int) -> Any:
-        """The position of that rank's loader. CheckpointError where there is none."""
+        """The position of that rank's loader. CheckpointError if the checkpoint has none."""
         values, tag = self.values, self._manifest.tag
         if "data" not in values:
             raise CheckpointError(

@@ -5,7 +5,7 @@
     DIR/TAG/zero_pp_rank_R_mp_rank_00_optim_states.pt     rank R's masters and optimizer states, flat, for each group;
                                                           of a run in bfloat16 bf16_zero_pp_rank_R_…
 
-At stages 1 and 2, and in its `BF16_Optimizer`, a group's parameters lie one behind the other in the order of
+At stages 1 and 2, and in its `BF16_Optimizer`, a group's parameters follow each other in the order of
 `param_shapes`, and each rank has an equal range of that, the last ones padded. (`param_slice_mappings` tells another
 order where `round_robin_gradients` is on, and is wrong there.) At stage 3 each rank has a piece of each parameter, all
 of one length, the last one padded.
@@ -36,7 +36,7 @@ _OWN: Final = frozenset(
     "data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config "
     "ds_version checkpoint_parallel_dimensions sparse_tensor_module_names autotp_uc_info torch_rng_state".split()
 )
-"""What DeepSpeed itself writes beside what a program hands in."""
+"""What DeepSpeed itself writes besides what a program hands in."""
 _NOT_OF_TORCH: Final = frozenset({"params", "step", "bias_correction"})
 """In groups of DeepSpeed's `FusedAdam` and `DeepSpeedCPUAdam`, whose states are those of `Adam` and `AdamW`."""
 
@@ -226,7 +226,7 @@ def _stage_3(states: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, 
 def _walk(
     shapes: Sequence[Mapping[str, tuple[int, ...]]], world: int, sizes: Sequence[int]
 ) -> Iterator[tuple[str, tuple[int, ...], list[tuple[int, int, int]]]]:
-    """Each parameter, and where its piece lies: which flat tensors, and from where how many elements of each."""
+    """Each parameter, and where its piece is: which flat tensors, and from where how many elements of each."""
     pieces = [
         (name, shape, -(-torch.Size(shape).numel() // world)) for group in shapes for name, shape in group.items()
     ]
@@ -256,7 +256,7 @@ def _split(held: Mapping[str, Any], masters: torch.Tensor) -> tuple[dict[str, to
 
 
 def _as_of_torch(value: Any) -> Any:
-    """DeepSpeed's optimizers count in Python. PyTorch's own count in tensors, and would not go on with a number."""
+    """DeepSpeed's optimizers count in Python. PyTorch's count in tensors, and cannot continue with a number."""
     return torch.tensor(float(value), dtype=torch.float32, device="cpu") if isinstance(value, int) else value
 
 

@@ -30,7 +30,7 @@ CONFIGS: Final = ("config", "generation_config")
 
 
 class Model(Strict):
-    """What a checkpoint tells of its model beside the tensors, as the value "model"."""
+    """What a checkpoint tells of its model besides the tensors, as the value "model"."""
 
     dtypes: dict[str, str]
     """by NAME: the model's own; "param/NAME" may be a wider master"""

@@ -1,11 +1,11 @@
-"""A folder of checkpoints: one folder each, by tag, and `latest`, which names the one to go on with.
+"""A folder of checkpoints: one folder each, by tag, and `latest`, which names the one to continue from.
 
     DIR/latest                       {"tag":"step-00000200","manifest":"<its checksum>"}
     DIR/step-00000200/manifest.json  see `manifest`
     DIR/step-00000200/rank-00000.safetensors …
     DIR/.step-00000300.4f1c….partial what is being written, see `staging`
 
-A checkpoint is written beside its place and renamed when all of it is on the disk, `latest` after that. So whatever is
+A checkpoint is written next to its place and renamed when all of it is on the disk, `latest` after that. So what is
 there under a tag is whole, and a run that dies at any moment leaves what was there before.
 """
 
@@ -39,7 +39,7 @@ def check_tag(tag: str) -> None:
 
 
 class Folder:
-    """The checkpoints in one folder. What it does is local; who writes is one rank."""
+    """The checkpoints in one folder. Everything here is local; one rank writes."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -48,9 +48,9 @@ class Folder:
     def begin(self, tag: str, anew: bool = False) -> StagingFolder:
         """A new folder for the files of a checkpoint that is to have this tag, which must be free.
 
-        `anew`: where it is taken it becomes one like it. A run that goes on from an older checkpoint comes to the same
+        `anew`: where it is taken it becomes one like it. A run that resumes from an older checkpoint comes to the same
         steps again, and another run may save here. The folder is to be published or discarded, and no other saver gets
-        the tag until then. What savers have left here that have ended is removed first.
+        the tag until then. What savers that have ended have left here is removed first.
         """
         check_tag(tag)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ class Folder:
         raise AssertionError
 
     def publish(self, partial: StagingFolder, manifest: Manifest) -> None:
-        """Gives what lies in `partial` its tag, and makes it the latest.
+        """Gives what is in `partial` its tag, and makes it the latest.
 
         CheckpointError or OSError where that fails; then nothing has the tag, unless the disk fails at the very end.
         """
@@ -99,9 +99,9 @@ class Folder:
     def prune(self, keep_last: int, keep_every: int | None = None) -> list[str]:
         """Removes all checkpoints but the last ones and those of each `keep_every`-th step; returns their tags.
 
-        The latest stays. One that cannot be read is not touched, nor is what is being written. To read a large manifest
-        takes long. So the steps are taken from where manifests begin, of what counts among the last the bytes are
-        compared with their checksum, and only what is removed is parsed.
+        The latest stays. One that cannot be read is not touched, nor is what is being written. A large manifest takes
+        long to read. So steps are read from where manifests begin, those of the last ones are compared with their
+        checksums, and only what is removed is parsed.
         """
         known = sorted(((step, tag) for tag in self.tags() if (step := self._step(tag)) is not None), reverse=True)
         latest, left, gone = self.latest()[0], keep_last, []

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which tensors it has, where their pieces lie, and what every file must be.
+"""The manifest of a checkpoint: which tensors it has, where their pieces are, and what every file must be.
 
 It is one line of JSON. `checksum` comes first, and is the xxh3-128 of the manifest's bytes with zeros in its own place:
 `{"checksum":"00000000000000000000000000000000","format":…`. So it vouches for itself, and by `files` for all the rest.
@@ -68,13 +68,13 @@ _SHOWN: Final = 100
 """Errors above this number are not told one by one: each takes far more memory than what it is about."""
 
 _HEADER: Final = 1 << 20
-"""Bytes that a file may have beside its tensors, and `_HEADER_OF_PART` for each of these."""
+"""Bytes that a file may have besides its tensors, and `_HEADER_OF_PART` for each of these."""
 _HEADER_OF_PART: Final = 1 << 12
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Positive = Annotated[int, Field(gt=0, lt=1 << 63)]
 PLAIN_NAME: Final = "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-"""A pattern: of files and tags, which lie where they are looked for, and nowhere else."""
+"""A pattern: of names of files and tags, none of which leads out of its folder."""
 FileName = Annotated[str, Field(pattern=PLAIN_NAME)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
@@ -94,14 +94,14 @@ def _first(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 
 
 class File(Strict):
-    """A file beside the manifest: its length, and the xxh3-128 of all of its bytes."""
+    """A file next to the manifest: its length, and the xxh3-128 of all of its bytes."""
 
     nbytes: Count
     xxh3_128: Hash
 
 
 class Piece(Strict):
-    """Elements `start` to `start + numel` of a flattened tensor, which lie in `file` from its byte `begin` on."""
+    """Elements `start` to `start + numel` of a flattened tensor, stored in `file` from its byte `begin` on."""
 
     file: FileName
     begin: Count
@@ -150,7 +150,7 @@ class Manifest(Strict):
 def step_in(head: bytes) -> tuple[str, int] | None:
     """Tag and step, as the first `HEAD` bytes of a manifest tell them, unchecked; None where they do not.
 
-    Ours do. One that another program has written may have them elsewhere.
+    This package's manifests do; another program's may have them elsewhere.
     """
     found = _HEAD.match(head)
     return None if found is None else (found["tag"].decode(), int(found["step"]))

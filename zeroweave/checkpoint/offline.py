@@ -69,7 +69,7 @@ def _failure(path: Path, only_manifest: bool = False) -> str:
 
 
 def differences(a: Reader, b: Reader) -> Iterator[str]:
-    """What of two checkpoints is not the same, in words; tensors by their bits, whatever the stages and worlds.
+    """What of two checkpoints is not the same, in words; tensors by their bits, at any stages and worlds.
 
     What belongs to single ranks is compared where both have the same number of them.
     """

@@ -1,9 +1,9 @@
-"""Python values as JSON, and back: what optimizers, schedulers and users keep beside tensors.
+"""Python values as JSON, and back: what optimizers, schedulers and users keep besides tensors.
 
 None, booleans, strings, finite numbers, lists, and mappings with string keys are JSON's own. The others are a mapping
 of one entry, whose key says what they are: {"~tuple": [...]}. Nothing that is read names code, so none can run.
 
-A tensor above `_SMALL` is {"~stored": NAME} where whoever writes has a place for it among the checkpoint's tensors.
+A tensor above `_SMALL` is {"~stored": NAME} where the writer has a place for it among the checkpoint's tensors.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _NUMBERS: Final = (np.bool_, np.integer, np.float16, np.float32, np.float64)
 _LARGEST: Final = 1 << 20
 """Bytes of a tensor that is no value any more, but data."""
 _SMALL: Final = 1 << 12
-"""Bytes of a tensor that is kept in the manifest, which all ranks read, although it could lie among the tensors."""
+"""Bytes of a tensor that is kept in the manifest, which all ranks read, although it could be among the tensors."""
 _LEVELS: Final = 50
-"""What lies deeper in each other could not be read again: each level takes up to three of JSON's, which end at 200."""
+"""What is nested deeper could not be read again: each level takes up to three of JSON's, which end at 200."""
 
 
 class Stored:
@@ -38,7 +38,7 @@ class Stored:
 
     def __init__(self, kind: str) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        """by name, where they lie"""
+        """by name, on their own devices"""
         self._kind = kind
 
     def add(self, tensor: torch.Tensor) -> str:
@@ -49,10 +49,10 @@ class Stored:
 
 
 def encode(value: Any, where: str, stored: Stored | None = None, levels: int = _LEVELS) -> Any:
-    """`value` in JSON's types. EngineError, which names `where` it lies, for what cannot be written down.
+    """`value` in JSON's types. EngineError, which names `where` it is, for what cannot be written down.
 
-    `stored`: gets the tensors that are too large; None: they cannot be written down. `levels`: how many more may lie
-    inside each other.
+    `stored`: gets the tensors that are too large; None: they cannot be written down. `levels`: how many more may be
+    nested.
     """
     if not levels:
         raise EngineError(f"[ZW606] {where} is nested too deeply, or holds itself")
@@ -101,7 +101,7 @@ def encode(value: Any, where: str, stored: Stored | None = None, levels: int = _
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if its elements lie one behind the other and its dtype has a name."""
+    """True if it is strided, has values, and its dtype has a name."""
     return tensor.dtype in NAMES and tensor.layout == torch.strided and not tensor.is_meta
 
 

@@ -25,7 +25,7 @@ def states(device: torch.device) -> dict[str, Any]:
 
 
 def restore(found: Mapping[str, Any], device: torch.device) -> None:
-    """Goes on with those numbers. A device's are left as they are where a run had none.
+    """Continues with those numbers. A device's are left as they are where a run had none.
 
     CheckpointError, which changes nothing, for what is no state.
     """

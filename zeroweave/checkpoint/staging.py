@@ -1,12 +1,12 @@
-"""Folders that are not whole: each lies beside its place, and a lock tells whether its process still lives.
+"""Folders that are not whole: each is next to its place, and a lock tells whether its process still lives.
 
     DIR/.step-00000300.4f1c….partial   what is being written, or removed
     DIR/.step-00000300.4f1c….lock      empty, and locked (`flock`) from before the folder is there until it has gone
     DIR/.step-00000300.claim           a hard link to the lock of the one that is to have this tag
 
-The system releases the locks of a process that has ended, however it has ended. So whoever gets such a lock knows
-that nobody works on the folder any more. Lock files have names of their own, and only who has the lock removes one:
-a name never comes to mean another file.
+The system releases the locks of a process that has ended, however it has ended. So a process that gets such a lock
+knows that no other one works on the folder any more. Each lock file has its own name, and only the holder of the lock
+removes it: a name never comes to mean another file.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LOCK: Final = re.compile(r"\.(.+)\.[0-9a-f]{32}\.lock")
 
 
 class StagingFolder:
-    """A new folder beside `place`, at `path`. It is this process's until `release` or `discard`, one of which is due.
+    """A new folder next to `place`, at `path`. It is this process's until `release` or `discard`, one of which is due.
 
-    `claims`: no other one may claim the place until then. FileExistsError where another one has; nobody can on a file
-    system without locks or hard links. OSError where it cannot be made.
+    `claims`: no other one may claim the place until then. FileExistsError where another one has; no process can claim
+    on a file system without locks or hard links. OSError where it cannot be made.
     """
 
     place: Path
@@ -50,7 +50,7 @@ class StagingFolder:
         self.release()
 
     def release(self) -> None:
-        """Nobody works on the folder any more."""
+        """Ends this process's work on the folder."""
         if self._fd is not None:
             _unclaim(self.place, self._fd)
             if not os.path.lexists(self.path):
@@ -61,7 +61,7 @@ class StagingFolder:
 
 
 def remove(place: Path, known_as: Path) -> None:
-    """Removes the folder at `place`, which goes as a whole first: nobody finds a half of it. OSError if it stays."""
+    """Removes the folder at `place`, which is renamed first: no process finds a half of it. OSError if it stays."""
     away = StagingFolder(known_as)
     try:
         place.rename(away.path)
@@ -71,7 +71,7 @@ def remove(place: Path, known_as: Path) -> None:
 
 
 def sweep(folder: Path) -> list[str]:
-    """Removes what processes have left in `folder` that have ended; the names of what could not be removed."""
+    """Removes what processes that have ended have left in `folder`; the names of what could not be removed."""
     stuck = []
     for lock in sorted(folder.glob(".*.lock")):
         with ExitStack() as after:
@@ -103,7 +103,7 @@ def _claim(place: Path, lock: Path) -> None:
 
 
 def _unclaim(place: Path, fd: int) -> None:
-    """Removes the claim that belongs to a lock, which this process holds. Only who holds it does."""
+    """Removes the claim that belongs to a lock. Only the process that holds the lock may."""
     with suppress(OSError):
         if os.path.samestat(os.lstat(_claim_of(place)), os.fstat(fd)):
             _claim_of(place).unlink()
@@ -117,7 +117,7 @@ def _new_lock(place: Path) -> tuple[Path, int | None]:
         try:
             if _holds(fd, lock):
                 return lock, fd
-        except OSError:  # of the file system: nobody can learn whether this process lives, so nothing may say it ended
+        except OSError:  # of the file system: no process can learn whether this one lives, so nothing may say it ended
             lock.unlink(missing_ok=True)
             os.close(fd)
             return lock, None
@@ -136,7 +136,7 @@ def _taken(lock: Path) -> int | None:
 
 
 def _holds(fd: int, lock: Path) -> bool:
-    """Locks a lock file that is open: is it locked by this process, and still there? OSError where it cannot be."""
+    """Locks an open lock file. True if this process has locked it and it is still there. OSError where it cannot be."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(fd), os.lstat(lock))

@@ -18,7 +18,7 @@ _USUAL: Final = ("model", "state_dict", "model_state_dict", "module")
 
 
 class Inert:
-    """Stands for a class, or a function, that PyTorch does not read by itself. `arguments`: what it was called with."""
+    """Replaces a class, or a function, that PyTorch does not read by itself. `arguments`: what it was called with."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -37,7 +37,7 @@ def load(path: Path) -> Any:
             [(_as_dict if name == "collections.defaultdict" else Inert, name) for name in unknown]
         ):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # whatever the file is
+    except Exception as error:  # the file may be anything
         reason = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0][:500]
         raise CheckpointError(
             f"[ZW607] {path} is no file of torch.save that can be read: {type(error).__name__}: {reason}"

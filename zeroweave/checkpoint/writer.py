@@ -48,7 +48,7 @@ class _Written(NamedTuple):
 
 
 class _Stopped(Exception):
-    """Nobody wants what is being written."""
+    """The save was stopped."""
 
 
 class Saving:
@@ -94,7 +94,7 @@ class Saving:
         self._mine = self._published = _Written()
         """what `write` and `publish` have come to"""
         self.published = False
-        """is it where it is looked for? Rank 0 knows"""
+        """true if it is where it is looked for; rank 0 knows"""
         self._told: Sequence[_Written] = ()
         """by rank"""
         self._cause: Exception | None = None
@@ -103,7 +103,7 @@ class Saving:
 
     @property
     def snapshots(self) -> Mapping[int, Snapshot]:
-        """What has to be read before buckets change, by bucket."""
+        """What must be read before buckets change, by bucket."""
         return self._content.snapshots
 
     @property
@@ -123,7 +123,7 @@ class Saving:
         """Writes this rank's file."""
         try:
             self._mine = self._write()
-        except Exception as error:  # whatever it is, the others wait to be told
+        except Exception as error:  # of any kind: the others wait to be told
             if not self._stopped.is_set():
                 self._mine = self._failure(error)
         finally:
@@ -155,7 +155,7 @@ class Saving:
         self._raise([f"rank 0: {failure}"] if failure else ())
 
     def stop(self) -> None:
-        """What is being written in another thread ends soon: nobody wants it."""
+        """What is being written in another thread ends soon and is discarded."""
         self._stopped.set()
         self._drop()
 
@@ -166,7 +166,7 @@ class Saving:
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
-        """Inside, whatever goes wrong leaves nothing."""
+        """Inside, an error leaves nothing."""
         try:
             yield
         except BaseException:

@@ -1,4 +1,4 @@
-"""What all wrappers around a transport have in common."""
+"""The common part of all wrappers around a transport."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeroweave.layout import WORLD, BucketLayout
 
 
 class Around:
-    """A transport that hands everything on to `inner`; a wrapper defines anew what it changes."""
+    """A transport that hands all calls on to `inner`; a wrapper overrides what it changes."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
@@ -44,10 +44,10 @@ class Around:
 
 
 class Apart(Around):
-    """A wrapper whose collectives go several ways, of which some have launches to share.
+    """A wrapper whose collectives take several transports, of which some can share launches.
 
-    In the scope of `together` there is one launch for each run of neighbours that go one way, since a launch belongs to
-    one communicator. Each gather and each reduce-scatter begins with `_launch`.
+    In the scope of `together` there is one launch for each run of collectives of one transport, since a launch belongs
+    to one communicator. Each gather and each reduce-scatter begins with `_launch`.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -65,7 +65,7 @@ class Apart(Around):
                 self._scope = None
 
     def _launch(self, transport: Transport | None) -> None:
-        """What comes next belongs into a launch of this transport; None: into none."""
+        """The next collective belongs to a launch of this transport; None: to none."""
         if self._scope is None or transport is self._launching:
             return
         self._scope.close()

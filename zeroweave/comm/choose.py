@@ -48,15 +48,18 @@ def no_room(nbytes: int, why: str, key: str = "transport.gathers") -> str:
     )
 
 
-def refused(asked: Asked, control: Control, device: torch.device, largest: int) -> str:
+def refused(asked: Asked, control: Control, device: torch.device, largest: int, replicas: int = 1) -> str:
     """Why copy engines cannot gather, or need not; "" where they can. Collective where they might.
 
-    `largest`: bytes of the largest flat. ConfigError on all ranks where copy engines are asked for and cannot gather.
+    `largest`: bytes of the largest flat. `replicas`: of buckets, see `layout`. ConfigError on all ranks where copy
+    engines are asked for and cannot gather.
     """
     if asked == "kernel":
         return "transport.gathers is 'kernel'"
     if control.world == 1 or device.type != "cuda":
         why = "nothing is gathered in a world of 1" if control.world == 1 else f"ranks compute on {device.type}"
+    elif replicas > 1:
+        why = "the ranks of a group of sharding.group_size gather by kernel"
     elif asked == "auto" and largest < LEAST:
         return "no bucket has 1 MiB"
     else:

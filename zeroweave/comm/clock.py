@@ -1,4 +1,4 @@
-"""Clocks: when things happen on the device, told without waiting for it.
+"""Clocks: the times of events on the device, taken without waiting for it.
 
 A `Mark` is a point in the order of the current stream. Marks are made while a step runs and read afterwards.
 """
@@ -14,10 +14,10 @@ import torch
 from zeroweave._torch.streams import busy_wait
 
 Mark = Any
-"""A point in time; what it is is the clock's affair."""
+"""A point in time; its type depends on the clock."""
 
 Tell = Callable[[Callable[[], None]], None]
-"""Takes a function and calls it, on some thread, when something is over."""
+"""Takes a function and calls it, on any thread, when an operation is over."""
 
 _POLL_SECONDS = 1e-4
 _LATE_SECONDS = 1.0
@@ -35,7 +35,7 @@ class Clock:
         return [time.perf_counter()]
 
     def after(self, wait: Callable[[], object], tell: Tell | None = None) -> Mark:
-        """When something is over: `wait` lets the current stream wait for it, `tell` tells the host, None: it is."""
+        """The end of an operation: `wait` makes the current stream wait for it, `tell` tells the host (None: over)."""
         if tell is None:
             return self.mark()
         mark: list[float] = []
@@ -58,62 +58,62 @@ class Clock:
                 mark.append(time.perf_counter())
 
     def hold(self, seconds: float) -> None:
-        """The device waits for so long before it goes on, so that the host gets ahead of it; a CPU does not."""
+        """The device waits for so long before it continues, so that the host gets ahead of it; a CPU does not wait."""
 
     def take_used(self) -> tuple[int, int]:
-        """Bytes of device memory in use now, and at most since this was last taken; 0 where nobody counts."""
+        """Bytes of device memory in use now, and at most since this was last taken; 0 where they are not counted."""
         return 0, 0
 
     def peak(self) -> int:
-        """Bytes of device memory in use at most so far; 0 where nobody counts."""
+        """Bytes of device memory in use at most so far; 0 where they are not counted."""
         return 0
 
     def strain(self) -> tuple[int, int]:
         """Bytes of device memory in use at most since this was last asked, 0 where it was no more than before that.
 
-        And how often so far the device had no memory left, and the allocator gave back what it did not use, to try
-        again. 0 as well where nobody counts. Nobody else's count begins anew.
+        And how often so far the device had no memory left, and the allocator returned unused memory to try again.
+        Both are 0 where they are not counted. No other counter is reset.
         """
         return 0, 0
 
     def reserved(self) -> int:
-        """Bytes of device memory that the allocator has held at most so far; 0 where nobody counts."""
+        """Bytes of device memory that the allocator has held at most so far; 0 where they are not counted."""
         return 0
 
     def restart_peak(self) -> None:
-        """The peak counts from now on, for everybody in this process."""
+        """The peak counts from now on, for the whole process."""
 
     def room(self, sharing: int = 1) -> int:
         """Bytes that may be in use at most: what the allocator holds, and this rank's share of what is free.
 
-        `sharing`: so many ranks compute on the device. 0 where nobody counts.
+        `sharing`: so many ranks compute on the device. 0 where memory is not counted.
         """
         return 0
 
     def give_back(self) -> None:
-        """What the allocator holds and nobody uses goes back to the device."""
+        """Returns memory that the allocator holds and does not use to the device."""
 
 
 class Rises:
-    """What a counter of a peak shows of the time since it was last asked, whoever starts it anew.
+    """The peak of a counter since it was last asked, even if other code resets the counter.
 
-    One that stands where it stood tells nothing: what it counts was no more than it had been before.
+    An unchanged counter shows nothing: the count was never higher than before.
     """
 
     def __init__(self) -> None:
         self._stood = self._most = 0
 
     def read(self, stands: int) -> None:
-        """The counter was read. One that stands lower was started anew meanwhile."""
+        """The counter was read. A lower value than before means that it was reset meanwhile."""
         if stands != self._stood:
             self._stood, self._most = stands, max(self._most, stands)
 
     def restarted(self) -> None:
-        """The counter begins anew: whatever it stands at from now on has been since."""
+        """The counter was reset: any value from now on was reached since."""
         self._stood = 0
 
     def take(self) -> int:
-        """What it has shown since this was last asked; 0 for nothing."""
+        """The peak since this was last asked; 0 if it was no higher than before."""
         most, self._most = self._most, 0
         return most
 
@@ -125,7 +125,7 @@ class DeviceClock(Clock):
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._peak = self._reserved = 0
-        """bytes, as far as they were looked at since the last restart"""
+        """bytes, as read since the last restart"""
         self._rises = Rises()
 
     def mark(self) -> torch.cuda.Event:
@@ -148,7 +148,7 @@ class DeviceClock(Clock):
         busy_wait(seconds, self._device)
 
     def take_used(self) -> tuple[int, int]:
-        # as memory_allocated, which flattens all statistics first: ten times the price, for every instruction
+        # as memory_allocated, which flattens all statistics first: at ten times the cost, for every instruction
         bytes_ = self._counted()["allocated_bytes"]["all"]
         self._restart_counters()
         return int(bytes_["current"]), int(bytes_["peak"])
@@ -179,7 +179,7 @@ class DeviceClock(Clock):
         torch.cuda.empty_cache()
 
     def _counted(self) -> dict[str, Any]:
-        """What the allocator counts. Its peaks begin anew when somebody says so: they are remembered here."""
+        """The allocator's counts. Other code may reset its peaks, so they are remembered here."""
         counted = torch.cuda.memory_stats_as_nested_dict(self._device)
         peak = int(counted["allocated_bytes"]["all"]["peak"])
         self._rises.read(peak)
@@ -193,5 +193,5 @@ class DeviceClock(Clock):
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock of whatever computes on `device`."""
+    """The clock of computation on `device`."""
     return DeviceClock(device) if device.type == "cuda" else Clock()

@@ -1,9 +1,8 @@
-"""Gathers by copy engines: NCCL moves the bytes without a kernel, so that matmuls keep all multiprocessors.
+"""Gathers by copy engines: NCCL moves the bytes without a kernel, so that matmuls keep all SMs.
 
-It does so in a communicator that may use no multiprocessors, where every rank's flat lies at the same offset of memory
-that all have registered together. Elsewhere it takes a kernel without a word, and where ranks lie at different offsets
-the numbers are wrong. So each place (`comm.places`) is one piece of memory, registered as a whole, in which a flat
-begins at the beginning.
+It does so in a communicator that may use no SMs, if every rank's flat is at the same offset of memory that all ranks
+have registered together. Otherwise it silently uses a kernel, and if the ranks' offsets differ, the values are wrong.
+So each place (`comm.places`) is one piece of memory, registered as a whole, and a flat begins at its start.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Registered(FixedMemory):
     """Fixed memory that communicators know."""
 
     def __init__(self, nbytes: int, device: torch.device, allocator: Any, closed: Callable[[int], object]) -> None:
-        """`allocator`: the backend's, whose memory can be registered. `closed(address)` hears of the end."""
+        """`allocator`: the backend's, whose memory can be registered. `closed(address)` is called at the end."""
         super().__init__(nbytes, device, allocator)
         self._closed = closed
         self._known_to: list[Any] = []
@@ -49,9 +48,9 @@ class Registered(FixedMemory):
 
 
 class CopyEngineGathers(Apart):
-    """A transport whose gathers take `engine` where the flat lies in registered memory; all else is `inner`'s.
+    """A transport that gathers through `engine` if the flat is in registered memory; all else is `inner`'s.
 
-    `placed(flat)`: does it? The same on all ranks, see `runtime.bucket.seat`.
+    `placed(flat)`: True if it is; the same on all ranks, see `runtime.bucket.seat`.
     """
 
     def __init__(self, inner: Transport, engine: Gatherer, placed: Callable[[torch.Tensor], bool]) -> None:
@@ -77,13 +76,13 @@ class CopyEngines:
         self._addresses: set[int] = set()
         """where memory that they know begins"""
         self.why_not = ""
-        """why memory could not be had last, on the first rank that had none"""
+        """why memory could last not be had, on the first rank that had none"""
 
     def join(self, timeout: timedelta, groups: int = 1) -> Any:
         """A communicator of this engine's ranks; with `groups`, that many: each rank's is that of its number.
 
-        Collective, like all methods but `placed`. None where it is one of a single rank. It is used once here: before
-        that nothing can be registered.
+        Collective, like all methods but `placed`. None for a single rank. It is used once here: before that nothing
+        can be registered.
         """
         control = self._control
         if control.rendezvous is None or control.world == groups:
@@ -103,26 +102,26 @@ class CopyEngines:
             self._backends.pop().shutdown()
 
     def around(self, transport: Transport, own: Any, ledger: Ledger, name: str = WORLD) -> CopyEngineGathers:
-        """`transport`, that of the sharding group `name`, with gathers by `own` of what lies in registered memory."""
+        """`transport`, that of the sharding group `name`, with gathers by `own` of flats in registered memory."""
         engine = ProcessGroupTransport(own, self._device, ledger, f"{name} by copy engine", in_place=True)
         return CopyEngineGathers(transport, engine, self.placed)
 
     def placed(self, flat: torch.Tensor) -> bool:
-        """Does the flat begin where registered memory does?"""
+        """True if the flat begins where registered memory does."""
         return flat.data_ptr() in self._addresses
 
     def make(self, nbytes: int) -> Registered | None:
-        """Registered memory of at least `nbytes`; None on all ranks where one cannot have it."""
+        """Registered memory of at least `nbytes`; None on all ranks if one of them cannot have it."""
         made: list[Registered] = []
 
         def allocate() -> None:
-            torch.cuda.empty_cache()  # what flats have had so far would stay cached beside it, and fit nothing else
+            torch.cuda.empty_cache()  # else the memory of earlier flats would stay cached, and fit nothing else
             made.append(Registered(nbytes, self._device, self._backends[0].mem_allocator, self._addresses.discard))
 
         def register() -> None:
             made[0].register(self._backends)
 
-        # Registering waits for the others: nobody begins before all have something to register.
+        # Registering waits for the other ranks: no rank begins before all have memory to register.
         if self.done_by_all(allocate) and self.done_by_all(register):
             self._addresses.add(made[0].address)
             return made[0]
@@ -131,6 +130,6 @@ class CopyEngines:
         return None
 
     def done_by_all(self, step: Callable[[], None]) -> bool:
-        """Takes a step that may fail; has it failed on no rank?"""
+        """Takes a step that may fail; True if it has failed on no rank."""
         self.why_not = done_by_all(self._control, step, "memory for gathers by copy engines")
         return not self.why_not

@@ -1,4 +1,4 @@
-"""What must be so on all ranks: steps of setting up that succeed, and GPUs of one machine."""
+"""Conditions on all ranks: set-up steps that succeed, and GPUs of one machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def done_by_all(control: Control, step: Callable[[], object], what: str) -> str:
 
 
 def apart(gpus: Sequence[tuple[str, str]]) -> list[str]:
-    """For each rank why its GPU, (host, uuid), is not one more of rank 0's machine, or ""."""
+    """For each rank, why its GPU (host, uuid) is not a further GPU of rank 0's machine; "" if it is."""
     hosts, uuids = zip(*gpus, strict=True)
     found = []
     for rank, (host, uuid) in enumerate(gpus):

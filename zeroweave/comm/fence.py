@@ -1,4 +1,4 @@
-"""Collectives that wait, for debugging: whatever goes wrong is then found where it happens."""
+"""Collectives that wait, for debugging: an error then shows where it happens."""
 
 from __future__ import annotations
 

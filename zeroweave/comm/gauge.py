@@ -18,5 +18,5 @@ class Gauge:
             self.peak = self.now
 
     def restart(self) -> None:
-        """From here on `peak` is measured anew."""
+        """Restarts `peak`."""
         self.peak = self.now

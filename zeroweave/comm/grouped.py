@@ -14,9 +14,9 @@ from zeroweave.layout import ACROSS, INSIDE, WORLD, BucketLayout
 class Grouped(Around):
     """Hands each collective to the transport of its layout's sharding group, in the order in which they are asked for.
 
-    `transports`: by the group's name; that of "world" has all ranks, and whatever belongs to no group. A replicated
-    flat is gathered across replicas first, then inside. Its reductions are issued one by one, by whoever adds up
-    between them.
+    `transports`: by the group's name; that of "world" has all ranks, and all collectives without a group. A
+    replicated flat is gathered across replicas first, then inside. The caller issues its reductions one by one, and
+    adds up between them.
     """
 
     def __init__(self, transports: Mapping[str, Transport]) -> None:

@@ -29,7 +29,7 @@ _TRIPS: dict[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2,
 
 @cache
 def dtype_name(dtype: object) -> str:
-    """What the ledger calls one of torch's dtypes."""
+    """The ledger's name of a torch dtype."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -42,7 +42,7 @@ def _wire(kind: str, payload: int, world: int) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the collectives of one kind moved.
+    """Traffic of the collectives of one kind.
 
     `payload` is the size of the full flats, padding included; `wire` is what one rank sends for them when the
     ranks pass pieces around: payload x (N-1)/N, and twice that for an all-reduce. Of an all-to-all the payload is what
@@ -58,7 +58,7 @@ class Traffic:
 
 
 class Collective(NamedTuple):
-    """What `Ledger.record` is told of a collective."""
+    """The arguments of `Ledger.record` for a collective."""
 
     kind: str
     bucket: int
@@ -70,13 +70,13 @@ class Collective(NamedTuple):
 
 @lru_cache(4096)
 def _hashed(each: Collective) -> tuple[bytes, int]:
-    """What the hash has of a collective, and the bytes that one rank sends. Kept, since steps issue the same ones."""
+    """A collective's part of the hash, and the bytes that one rank sends. Cached: steps issue the same ones."""
     words = f"{each.kind} {each.bucket} {each.dtype} {each.payload} {each.group}".encode()
     return words, _wire(each.kind, each.payload, each.world)
 
 
 class _Mark(NamedTuple):
-    """What is remembered of a collective; as `Issued`, and not in words, which few ever read."""
+    """A remembered collective; like `Issued`, but not yet in words, which are rarely read."""
 
     number: int
     hash: int
@@ -115,7 +115,7 @@ class Ledger:
         self.waiting: tuple[int, float] | None = None
         """number and time (`time.monotonic`) of the collective that this rank began to wait for last; None: it came
 
-        On a device nobody knows when it has come: there it stays.
+        On a device the end is not known to the host: the value stays.
         """
 
     def at(self, call: str) -> None:
@@ -128,7 +128,7 @@ class Ledger:
         """Notes one collective when it is issued.
 
         `payload`: bytes of the full flat, padding included; see `Traffic`. `group`: the sharding group's name, `world`:
-        its ranks (None: all); what goes across replicas is a kind of its own. This rank, and which of the groups of
+        its ranks (None: all); collectives across replicas have their own kind. This rank, and which of the groups of
         that name it is in, are no part of the hash.
         """
         each = Collective(kind, bucket, dtype, payload, group, self.world if world is None else world)
@@ -162,7 +162,7 @@ class Ledger:
         self.waiting = None
 
     def name_of(self, bucket: int) -> str:
-        """What people call the bucket; "" for a tensor that is in none."""
+        """The bucket's name, for people; "" for a tensor that is in none."""
         if bucket in self.names:
             return self.names[bucket]
         return "" if bucket < 0 else f"bucket {bucket}"
@@ -198,19 +198,19 @@ class Ledger:
         return "" if mark is None else self._spelled(mark)
 
     def issued_at(self, count: int) -> Issued | None:
-        """Collective number `count`, from 1; None where that is too long ago or not yet."""
+        """Collective number `count`, from 1; None if it is no longer remembered or not yet issued."""
         mark = self._mark_at(count)
         return None if mark is None else self._told(mark)
 
     def texts(self, after: int) -> list[str]:
-        """The collectives behind the first `after`, in words, as far back as they are remembered."""
+        """The collectives after number `after`, in words, if they are still remembered."""
         return [self._spelled(mark) for mark in self._marks if mark.number > after]
 
     @property
     def marks(self) -> tuple[Issued, ...]:
-        """All that is remembered, the latest last; the first may stand for none. Read by the alarm's thread, too.
+        """All that are remembered, the latest last; the first may be a placeholder. Read by the alarm's thread, too.
 
-        There are thousands, which take Python some milliseconds: of one alone `issued_at` tells.
+        There are thousands, which take Python some milliseconds: `issued_at` is for a single one.
         """
         return tuple(map(self._told, tuple(self._marks)))
 
@@ -231,7 +231,7 @@ class Ledger:
         return {kind: Traffic(*moved) for kind, moved in self._moved.items()}
 
     def begin_step(self) -> None:
-        """From here on counts as the step that `step()` tells of."""
+        """Collectives from here on count as the step that `step()` reports."""
         self._at_begin = self.totals()
 
     def step(self) -> dict[str, Traffic]:

@@ -11,7 +11,7 @@ from zeroweave.comm.transport import Parts, Spread
 
 
 def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread, there: Set[int] = frozenset()) -> None:
-    """Copies `parts` into their places in `flat` [numel], with zeros wherever no part lies.
+    """Copies `parts` into their places in `flat` [numel], with zeros elsewhere.
 
     The slots of `there` are in their places already.
     """
@@ -37,5 +37,5 @@ def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread, there: Set[int] = 
 
 
 def tensors_of(parts: Parts) -> Iterable[torch.Tensor]:
-    """What must stay alive while they are reduced."""
+    """The tensors that must stay alive while the parts are reduced."""
     return (parts,) if isinstance(parts, torch.Tensor) else parts.values()

@@ -1,4 +1,4 @@
-"""Work beside the computation: on a stream of its own, and waited for once."""
+"""Work concurrent with the computation: on its own stream, and waited for once."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from zeroweave.comm.clock import Clock, Mark
 
 
 class Side:
-    """A stream beside the computation's. What is issued inside comes after all that the current stream was given.
+    """A second stream next to the computation's. Work issued inside follows all that the current stream was given.
 
-    Not to be entered inside of itself. Its events are recorded again and again: who waits for an event waits for what
-    it stood for then.
+    Not to be entered inside itself. Its events are recorded again and again: a wait for an event is a wait for its
+    latest recording at that time.
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
-        torch.cuda.init()  # the classes for all kinds of devices leave that to others
+        torch.cuda.init()  # the device-independent classes do not initialize CUDA
         self.stream = torch.Stream(device=device, priority=priority)
         self._device = device
         self._fork = torch.Event(device=device)
         self._ends: list[torch.Event] = []
-        """those that nobody has still to wait for"""
+        """events that have been waited for, to be used again"""
 
     def __enter__(self) -> None:
         self._fork.record(torch.accelerator.current_stream(self.stream.device_index))
@@ -36,24 +36,24 @@ class Side:
         self.stream.__exit__(kind, error, trace)
 
     def pending(self, *alive: torch.Tensor) -> Beside:
-        """All that was issued here so far."""
+        """The end of all that was issued here so far."""
         event = self._ends.pop() if self._ends else torch.Event(device=self._device)
         event.record(self.stream)
         return Beside(event, *alive, ends=self._ends)
 
 
 def side_of(device: torch.device, priority: int = 0) -> Side | None:
-    """A stream beside the computation on `device`; None on the CPU, which has one order."""
+    """A second stream on `device`; None on the CPU, which has one order."""
     return Side(device, priority) if device.type == "cuda" else None
 
 
 def beside(side: Side | None) -> AbstractContextManager[None]:
-    """On that stream; None: on the CPU."""
+    """Inside, work is issued on that stream; None: on the CPU."""
     return nullcontext() if side is None else side
 
 
 class Beside:
-    """What ends with an event of another stream (None: it is over), and what must stay alive until it is waited for.
+    """Work that ends with an event of another stream (None: it is over), and tensors that stay alive until the wait.
 
     `ends`: where the event goes when it has been waited for.
     """

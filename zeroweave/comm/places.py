@@ -18,7 +18,7 @@ _SMALL: Final = 1 << 20
 
 
 class Memory(Protocol):
-    """A piece of memory of `nbytes`, in which one storage lies at a time."""
+    """A piece of memory of `nbytes`, for one storage at a time."""
 
     nbytes: int
     address: int
@@ -26,20 +26,20 @@ class Memory(Protocol):
     def give(self, storage: torch.UntypedStorage) -> None:
         """`storage`, which has no bytes, gets all of it; it is free again when the storage is resized.
 
-        Where that fails, the storage has no bytes still.
+        If that fails, the storage still has no bytes.
         """
 
     def close(self) -> None:
-        """Nothing is gathered there any more. A storage that still lies there keeps it. Collective."""
+        """Nothing is gathered there any more. A storage that still has the memory keeps it. Collective."""
 
 
 class FixedMemory:
-    """One block of a pool of device memory that nobody else allocates from.
+    """One block of a pool of device memory that no other code allocates from.
 
     A storage gets it by being resized inside the pool. PyTorch hands a free block out to the stream that allocated it
-    first, and inside a capture it takes the capture's own pool for whatever the capturing stream allocates. So the
+    first, and inside a capture it uses the capture's own pool for all that the capturing stream allocates. So the
     block is always asked for on one stream, which runs nothing. The order of its users is that of ordinary flats: a
-    gather follows whatever the stream that issues it was given before, and a storage is given up when the current
+    gather follows all work that its issuing stream was given before, and a storage is given up when the current
     stream has waited for its gather and was given the last work that reads it.
     """
 
@@ -53,7 +53,7 @@ class FixedMemory:
         self.address = self.tensor().data_ptr()
 
     def tensor(self) -> torch.Tensor:
-        """All of it as a uint8 tensor; free again when that goes."""
+        """All of it as a uint8 tensor; free again when the tensor is dropped."""
         with self._stream, torch.cuda.use_mem_pool(self._pool, self._device):
             return unfilled(self.nbytes, torch.uint8, self._device)
 
@@ -72,7 +72,7 @@ def fixed_places(device: torch.device, gauge: Gauge) -> Places:
     """Places at fixed addresses of a CUDA device. A rank without memory for one gathers anywhere."""
 
     def make(nbytes: int) -> FixedMemory | None:
-        torch.cuda.empty_cache()  # what flats have had so far would stay cached beside it
+        torch.cuda.empty_cache()  # else the memory of earlier flats would stay cached as well
         try:
             return FixedMemory(nbytes, device)
         except torch.OutOfMemoryError:
@@ -82,33 +82,33 @@ def fixed_places(device: torch.device, gauge: Gauge) -> Places:
 
 
 class Tenant(Protocol):
-    """Whose storage lies in a place."""
+    """The owner of a storage in a place."""
 
     storage: torch.UntypedStorage
 
     def leave(self) -> None:
-        """Its storage lies somewhere else from now on, with the content that it has; says `Place.left`."""
+        """Moves its storage to other memory, content included; calls `Place.left`."""
 
 
 class Place:
-    """Some memory, and whose storage lies there."""
+    """A piece of memory, and the tenant whose storage has it."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self._tenant: Tenant | None = None
 
     def take(self, tenant: Tenant) -> None:
-        """The storage of `tenant`, which has no bytes, lies here from now on. Whoever else does, leaves."""
+        """Gives the memory to the storage of `tenant`, which has no bytes. The tenant before leaves."""
         self.vacate()
         self.memory.give(tenant.storage)
         self._tenant = tenant
 
     def left(self) -> None:
-        """The storage that lay here was resized."""
+        """The storage that was here was resized."""
         self._tenant = None
 
     def vacate(self) -> None:
-        """Nobody lies here any more."""
+        """The tenant leaves, if there is one."""
         if self._tenant is not None:
             self._tenant.leave()
 
@@ -116,8 +116,8 @@ class Place:
 class Places:
     """The places of one engine, by number. `make(nbytes)` makes memory, of at least that; `gauge` counts its bytes.
 
-    `make` is collective, and gives None on all ranks where one of them has none; `tell(nbytes)` is told so, once.
-    Nothing is made where a place is large enough: what was made stays, so that windows of several kinds take turns.
+    `make` is collective, and returns None on all ranks if one of them has no memory; `tell(nbytes)` is told so, once.
+    A place that is large enough is used again: places stay, so that windows of several kinds take turns.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Places:
         self._places: dict[int, Place] = {}
         self._spares = False
         self.refused: int | None = None
-        """as many bytes could not be had on some rank, and are not asked for again; None: all could"""
+        """so many bytes could not be had on some rank, and are not asked for again; None: there was always memory"""
 
     def spare(self) -> None:
         """The next `fit` gives back what it does not ask for, before it makes anything. Equally on all ranks."""
@@ -153,7 +153,7 @@ class Places:
             return place
         if self.refused is not None and nbytes >= self.refused:
             return None
-        if place is not None:  # what is too small makes room for what is not
+        if place is not None:  # a place that is too small makes room for the larger one
             self._give_back(number)
         memory = self._make(nbytes)
         if memory is None:
@@ -166,9 +166,9 @@ class Places:
         return place
 
     def _give_back(self, number: int) -> None:
-        """The memory goes; whoever lies there leaves."""
+        """Its tenant leaves, and its memory is given up."""
         place = self._places[number]
-        place.vacate()  # for which there may be no memory: it is a place still then
+        place.vacate()  # may raise if there is no memory: the place then still exists
         self._close(place)
         del self._places[number]
 

@@ -69,12 +69,12 @@ class _Work:
         assert isinstance(self._work, dist.Work)
         try:
             self._work.get_future().add_done_callback(lambda _: stamp())
-        except RuntimeError:  # gloo's reduce-scatter does its last part in `wait`, and tells nobody before
+        except RuntimeError:  # gloo's reduce-scatter does its last part in `wait`, and does not tell before
             self._waited = stamp
 
 
 def _recording_nothing() -> AbstractContextManager[None]:
-    """`torch.no_grad()`, where it is not so anyway: in a backward it is, and to enter it again takes long."""
+    """`torch.no_grad()`, unless grad mode is off already, as in a backward: entering it again costs time."""
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
@@ -122,16 +122,15 @@ class _Launch:
 class ProcessGroupTransport:
     """Collectives of one process group, that of the sharding group `name`, counted in a ledger.
 
-    What the backend is handed is lent: its threads hold tensors for longer than a collective takes, and nobody who
-    counts the users of a storage may see them. Shards are not: nobody counts those, and most stay for good.
+    What the backend is handed is lent: its threads hold tensors for longer than a collective takes, and these must not
+    count as users of a storage. Shards are not lent: their users are not counted, and most stay for good.
 
     Reductions divide by `divisor` (None: the ranks of the group). `in_place`: shards that need no cast, too, are copied
     into the flat and gathered from there.
 
-    NCCL runs them on its own stream, which waits for the stream that issued them; gloo runs them on
-    threads of its own. On a GPU casts and copies that prepare a collective run on a stream beside the
-    computation; `Pending.wait` orders the current stream after all of it, so that whatever is freed or
-    written later needs no further care.
+    NCCL runs them on its own stream, which waits for the stream that issued them; gloo runs them on its own threads.
+    On a GPU, casts and copies that prepare a collective run on a side stream, concurrently with the computation.
+    `Pending.wait` orders the current stream after all of it, so that memory may be freed or written from then on.
     """
 
     def __init__(
@@ -149,24 +148,24 @@ class ProcessGroupTransport:
         self._name, self._divisor, self._in_place = name, divisor or self.world, in_place
         self._side = side_of(device, priority=-1)
         self._launches = device.type == "cuda"
-        """can it issue several collectives at once? gloo has no launch to save"""
+        """True if it can issue several collectives at once; gloo has no launch to save"""
         self._launch: _Launch | None = None
         self._loans: dict[tuple[int, int, torch.dtype], _Loan] = {}
-        """of flats that were gathered, by where they lay: buckets take turns in the same memory"""
+        """of flats that were gathered, by their addresses: buckets take turns in the same memory"""
         self._on_host = device.type == "cpu"
-        """is what has been waited for there?"""
+        """True if the result is there once the host has waited"""
 
     def close(self) -> None:
-        """Lets go of the group, which ends when its owner destroys it, however long this object is kept.
+        """Drops the group, so that it ends when its owner destroys it, however long this object is kept.
 
-        A gloo group that is kept until the interpreter has ended has threads that may still let go of the last
-        tensors then, which aborts the process.
+        The threads of a gloo group that is kept until the interpreter has ended may still drop the last tensors then,
+        which aborts the process.
         """
         self._group = None
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """EngineError behind `close`."""
+        """The group; EngineError after `close`."""
         if self._group is None:
             raise EngineError(
                 "nothing is gathered or reduced any more: the engine was closed, or its process ends. What the process "
@@ -199,7 +198,7 @@ class ProcessGroupTransport:
             if len(self._loans) == _LOANS:
                 self._loans.clear()
             start, stop = layout.shard_range(self.rank)
-            with torch.inference_mode(False):  # else nobody could write there later
+            with torch.inference_mode(False):  # else it could not be written later
                 whole = lent(flat)
                 loan = self._loans[key] = _Loan(whole, whole[start:stop])
         return loan
@@ -347,7 +346,7 @@ def own_group(
 
     `timeout`: of its collectives. With `groups`, that many of them: each rank's is the one of its number, see
     `layout`, which also says what `consecutive` means. None where that is a group of one rank. Collective over the
-    ranks of `group`; others need not take part. `end_process_group` ends it, before the control group is closed.
+    ranks of `group`; other ranks need not take part. `end_process_group` ends it, before the control group is closed.
     """
     if control.rendezvous is None or control.world == groups:
         return None

@@ -6,7 +6,7 @@ remainder, give the master back, bit by bit: where the remainder's highest bit i
 even could not be undone so: an even bfloat16 is then the nearest one of 65,537 float32.
 
 The remainder may have the upper 8 of those 16 bits alone. The master is rounded to these first: to the nearest, or up
-or down by chance, see `noise_`. A master that has no more stays as it is, whatever the noise.
+or down by chance, see `noise_`. A master whose lower 8 bits are zero stays unchanged with any noise.
 
 A NaN becomes the one of the highest mantissa bit alone: of some others, half a unit more is zero.
 """
@@ -20,7 +20,7 @@ import torch
 from zeroweave._triton import kernels
 
 _AT_ONCE: Final = 1 << 22
-"""Elements: what is made on the way takes some bytes of each."""
+"""Elements at a time: intermediate results take some bytes of each."""
 _NAN: Final = 0x7FC0_0000
 
 # Of the hash: odd numbers below 2^31, whose bits look random, so that each bit of the result depends on all of them.
@@ -50,7 +50,7 @@ def cast_(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _round(target: torch.Tensor, values: torch.Tensor) -> None:
-    """`cast_` where there is no kernel.
+    """`cast_` if there is no kernel.
 
     An operator, so that a plan sees what a kernel does: one pass, and no memory on the way.
     """
@@ -59,7 +59,7 @@ def _round(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _in_capture(target: torch.Tensor, values: torch.Tensor) -> bool:
-    """Is this a copy of whole words on one GPU, whose current stream belongs to a capture?"""
+    """True for a copy of whole words on one GPU, whose current stream belongs to a capture."""
     if not (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     alike = (target.device, target.dtype, target.shape) == (values.device, values.dtype, values.shape)
@@ -115,9 +115,9 @@ def join_(masters: torch.Tensor, shard: torch.Tensor, remainder: torch.Tensor) -
 def noise_(random: torch.Tensor, position: int, step: torch.Tensor | int) -> torch.Tensor:
     """Overwrites `random`, int32 [n], with random bits for the elements from `position` on, at step `step`.
 
-    They are a hash of both: the same for the same position and step, on whichever rank it lies. Values that are
-    rounded up with the probability of what is cut off get where they should, even if each step changes less than their
-    last place.
+    They are a hash of both: the same for the same position and step, on any rank. Values that are
+    rounded up with the probability of the part that is cut off are right on average, even if each step changes less
+    than their last place.
     """
     step = step.to(random.device, torch.int64) if isinstance(step, torch.Tensor) else step
     for index, part in enumerate(random.split(_AT_ONCE)):

@@ -1,4 +1,4 @@
-"""Communication that is switched off: what does a step cost without it, and what would it have sent?"""
+"""Communication that is switched off, to see what a step costs without it, and what it would have sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives whose times are taken; around the transport while somebody records."""
+"""Collectives whose times are taken; around the transport while a recording runs."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from zeroweave.layout import WORLD, BucketLayout, Piece
 ReduceOp = Literal["average", "predivide"]
 Parts = Mapping[int, torch.Tensor] | torch.Tensor
 """One bucket's gradients on their way into a reduction: slot index -> tensor of the slot's shape, where a slot
-without an entry contributes zeros; or the flat [numel] that holds them already, with zeros wherever no slot lies. Such
-a flat belongs to the reduction, which may overwrite it; single parts are read only."""
+without an entry contributes zeros; or the flat [numel] that holds them already, with zeros outside of slots. Such a
+flat belongs to the reduction, which may overwrite it; single parts are read only."""
 
 
 class Spread(Protocol):
@@ -61,11 +61,11 @@ class Pending(Protocol):
         """Makes the current stream (on CPU: the caller) wait for the result. To be called exactly once."""
 
     def over(self, clock: Clock) -> Mark:
-        """When the result is there, by `clock`. To be asked for before `wait`; nobody waits for it."""
+        """When the result is there, by `clock`. To be called before `wait`; it does not wait itself."""
 
 
 class Gatherer(Protocol):
-    """A transport, or what else gathers flats: one that uploads shards first."""
+    """A transport, or another object that gathers flats, such as one that uploads shards first."""
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         """Fills `flat` [numel] with every rank's `shard` [numel / world], in rank order, cast to its dtype."""
@@ -74,7 +74,7 @@ class Gatherer(Protocol):
 class Transport(Gatherer, Protocol):
     """Asynchronous collectives over the ranks of an engine, each in the sharding group of its layout.
 
-    All ranks issue the same collectives in the same order. Whatever is handed in stays alive until `wait`
+    All ranks issue the same collectives in the same order. Tensors that are handed in stay alive until `wait`
     (the implementation keeps references), and must not be written before. `rank` and `world` are the engine's.
     """
 
@@ -104,7 +104,7 @@ class Transport(Gatherer, Protocol):
     def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> Pending:
         """Sends each rank its message out of `mine`, and leaves what the ranks have sent in `out`; both uint8, 1-D.
 
-        Messages lie one behind the other, in rank order; one may be empty.
+        Messages follow one another without gaps, in rank order; one may be empty.
         """
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:

@@ -17,8 +17,8 @@ from zeroweave.comm.transport import Transport
 class Wire:
     """A transport whose methods are those of the outermost wrapper that is on, or of `inner` itself.
 
-    What is off costs nothing and is asked nothing: timing and skipping begin and end between steps. So whoever issues
-    collectives keeps the wire, and none of its methods, which may be others in the next step.
+    A wrapper that is off costs nothing and is not called: timing and skipping begin and end between steps. So code that
+    issues collectives keeps the wire, and none of its methods, which may be others in the next step.
 
     `paired`: a wrapper that stays, see `Paired`; None: there is none. `planned` counts what would have been sent since
     the last switch to skipping; nothing in a world of 1.

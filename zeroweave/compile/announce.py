@@ -1,4 +1,4 @@
-"""What is compiled in an engine's first step, on the terminal: silence of a minute looks like a hang."""
+"""Reports compilation in an engine's first step on the terminal: a minute of silence looks like a hang."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from zeroweave.notices import on_stderr
 class Announcer:
     """One line on stderr for each group of equal regions while it is compiled, with the seconds that this takes.
 
-    `speaks`: false where nobody would read it. `first`: is the first step not over yet? Afterwards nothing is said:
-    a program has output of its own then. Whoever compiles enters `phase` outside of any code that Dynamo traces.
+    `speaks`: False if the line would not be read. `first`: True until the first step is over. Afterwards nothing is
+    printed: the program has its own output then. The code that compiles enters `phase` outside of all code that Dynamo
+    traces.
     """
 
     def __init__(self, speaks: bool, first: Callable[[], bool]) -> None:

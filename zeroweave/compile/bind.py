@@ -1,4 +1,4 @@
-"""Which arguments of a template are parameters, and where their values lie.
+"""Which arguments of a template are parameters, and where their values are.
 
 At compile time the **roles**: which of Dynamo's placeholders are parameters. At call time the **binding**:
 the runtime finds each argument's bucket and slot by its storage and offset, because one template serves
@@ -29,10 +29,10 @@ Boxed = Callable[[list[Any]], Any]  # takes its arguments in one list, which it 
 
 
 class TemplateHost(Protocol):
-    """What compiled templates ask of the runtime. All calls come from the thread that runs the template."""
+    """The part of the runtime that compiled templates call. All calls come from the thread that runs the template."""
 
     def find(self, tensor: Tensor) -> Place | None:
-        """Where `tensor` lies, by (storage identity, offset, size); None if in no flat. Values not read."""
+        """The place of `tensor`, by (storage identity, offset, size); None if in no flat. Values are not read."""
 
     def enter(self, name: str, phase: Phase, uses: tuple[int, ...]) -> Any:
         """Makes the buckets `uses` (ascending, may be empty) usable until `leave` gets the token back."""
@@ -50,7 +50,7 @@ class TemplateHost(Protocol):
         """The flat-backed tensors that the forward that just ran saves for its backward, which may `read` values.
 
         Autograd saves them right after this call, in this order and each exactly once, before anything else
-        is saved on this thread, through whatever saved-tensors hooks are then innermost.
+        is saved on this thread, through the saved-tensors hooks that are innermost then.
         """
 
     def destinations(self, parts: list[Place]) -> list[Tensor | None]:
@@ -60,23 +60,23 @@ class TemplateHost(Protocol):
         """
 
     def sums(self, parts: list[Place]) -> list[Tensor | None] | None:
-        """To what it may add these gradients instead, each once; as `destinations`, but in any dtype.
+        """The sums to which it may add these gradients instead, each once; as `destinations`, but in any dtype.
 
-        None: to nothing.
+        None: to none.
         """
 
     def deliver(self, announced: list[Place], parts: list[Part], made: Set[Place] = frozenset()) -> Set[Place]:
         """The gradients of a backward that has left. `announced` is what its forward announced.
 
-        Returned: those that somebody asked `torch.autograd.grad` for. They are not delivered, but autograd's.
+        Returned: those that `torch.autograd.grad` was asked for. They are not delivered, but left to autograd.
 
         Each gradient is contiguous in its parameter's shape and dtype. It is to be read only: it may be the
-        output's own gradient, a saved activation, or the tensor of another part. Not those of `made`: nobody else has
-        their memory.
+        output's own gradient, a saved activation, or the tensor of another part. Those of `made` may be written: no
+        other tensor shares their memory.
         """
 
     def watch_writes(self) -> None:
-        """A template is compiled that may write to parameters, as far as PyTorch can tell: values are to decide."""
+        """A template is compiled that PyTorch cannot prove free of writes to parameters: values decide."""
 
     def template_ran(self) -> None:
         """A template was executed (forward, backward or inference)."""
@@ -89,7 +89,7 @@ class Roles:
     parameters: dict[int, str]
 
     def position(self, node: fx.Node) -> int | None:
-        """The position of the parameter that an AOT placeholder stands for, None if it is something else.
+        """The position of the parameter that an AOT placeholder represents, None if it is something else.
 
         Raises ParameterError if the placeholder is a base or a component made from a parameter.
         """
@@ -141,11 +141,11 @@ class Split:
 
 
 class Caller(Protocol):
-    """What a bound template knows about where it runs: the engine that it was compiled for, as long as that is there.
+    """What a bound template knows about where it runs: the engine that it was compiled for, while that exists.
 
     Dynamo keeps the code of a frame below a graph break for all engines, and past its limit runs it for any of them,
-    also when the one that it was compiled for has ended. There it is code like any other: parameters are arguments, and
-    their gradients are results.
+    also when the one that it was compiled for has ended. There it is ordinary code: parameters are arguments, and their
+    gradients are results.
     """
 
     @property
@@ -155,7 +155,7 @@ class Caller(Protocol):
     def region(self) -> tuple[str, frozenset[int]] | None:
         """The name of the region that is running, and the buckets that are usable while it does.
 
-        None where none of this engine is.
+        None if no region of this engine is running.
         """
 
 
@@ -209,8 +209,8 @@ def backward_binder(
 
     But `torch.autograd.grad` gets what it was asked for.
 
-    `written`: the outputs that the code will write into further arguments, or add there. `early`: may these have their
-    memory before the code runs? `made`: the outputs that are memory of their own. See `compile.destinations`.
+    `written`: the outputs that the code will write into further arguments, or add there. `early`: True if these may
+    have their memory before the code runs. `made`: the outputs that have their own memory. See `compile.destinations`.
     """
     arguments = {roles.position(node): i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     shared = tuple(i for position, i in arguments.items() if position is not None)
@@ -296,7 +296,7 @@ def _hold(host: TemplateHost, region: str, phase: Phase, uses: set[int], run: Bo
 
 
 def _parameters(places: Mapping[int, Place | None]) -> set[int]:
-    """The arguments that lie in flats."""
+    """The arguments that are in flats."""
     return {i for i, place in places.items() if place is not None}
 
 
@@ -323,7 +323,7 @@ def graph_outputs(graph: fx.Graph) -> list[Any]:
 
 
 def written_arguments(graph: fx.Graph) -> frozenset[int]:
-    """The indices of a graph's arguments that it writes, as far as operators say: buffers, as a rule."""
+    """The indices of a graph's arguments that it writes, by its operators' schemas: buffers, as a rule."""
     index = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     written = set[int]()
     for node in graph.nodes:

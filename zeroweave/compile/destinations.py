@@ -1,10 +1,10 @@
-"""Gradients of parameters that need no copy: matmuls write them where the caller wants them, or they are memory alone.
+"""Gradients of parameters that need no copy: matmuls write them to their destinations, or they have their own memory.
 
 Before:  mm(a, b) · permute · permute · output
 After:   matmul_into(destination, a, b, adds), for further arguments; that output is None
 
-The caller says when it runs whether it writes, or adds to what lies there, as where backwards add up: the code is one,
-whatever becomes of the gradients. What it writes to may have no memory until then.
+The caller of the code says each time whether it writes, or adds to the destination, as when backwards add up. So one
+code serves all uses of the gradients. A destination that is written may have no memory until then.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _operations(into: torch.Size, left: torch.Size, right: torch.Size, *_: objec
 
 
 def may_add(gradient: torch.dtype, sums: torch.dtype) -> bool:
-    """Can a matmul whose result has the one dtype add to sums of the other?"""
+    """True if a matmul with a result of dtype `gradient` can add to sums of dtype `sums`."""
     return gradient == sums or (sums == torch.float32 and gradient in (torch.bfloat16, torch.float16))
 
 
@@ -67,17 +67,17 @@ def written_gradients(graph: fx.Graph, roles: Roles) -> dict[int, fx.Node]:
 
 
 def begins_with_losses(graph: fx.Graph) -> bool:
-    """Is it the backward of a region that has computed losses, and begins with gradients of single numbers only?
+    """True for the backward of a region that has computed losses: it begins with gradients of single numbers only.
 
-    All activations of the step are alive then. So would be the memory of all its gradients, which a head has many bytes
-    of, if it were there already: the step would need more at most.
+    All activations of the step are alive then. Memory for its gradients (many bytes in a head) would add to them if it
+    were allocated already, and raise the step's peak.
     """
     tangents = [node for node in graph.find_nodes(op="placeholder") if aot_is_tangent(node.meta.get("desc"))]
     return all(node.meta["val"].dim() == 0 for node in tangents)
 
 
 def made_gradients(graph: fx.Graph, roles: Roles) -> frozenset[int]:
-    """Output indices of gradients that lie in memory of their own, from end to end, which nobody else ever has.
+    """Output indices of gradients that fill their own memory from end to end, which no other tensor ever shares.
 
     Those of embeddings and of heads, as a rule. A tangent, for instance, is the caller's, who may write it again.
     """
@@ -143,7 +143,7 @@ def write_into_arguments(module: fx.GraphModule, written: Mapping[int, fx.Node])
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Does the node only say differently what its one input is?"""
+    """True if the node is a view of its one input."""
     schema = operator_schema(node.target)
     if schema is None or len(schema.returns) != 1 or len(node.all_input_nodes) != 1:
         return False
@@ -152,7 +152,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_all_of(view: Tensor, result: object) -> bool:
-    """Has the view all elements of a contiguous result in their order? Operators with several results have no such."""
+    """True if the view has all elements of a contiguous result in their order; False for several results."""
     if not isinstance(result, Tensor) or not all(isinstance(size, int) for size in (*view.shape, *result.shape)):
         return False
     alike = view.dtype == result.dtype and view.numel() == result.numel()

@@ -39,7 +39,7 @@ def explain(runner: CodeType, module: nn.Module, graph_breaks: Sequence[str], li
 
 
 def recompiled(frames: int) -> list[str]:
-    """What made the last so many frames that Dynamo compiled different from those that it had; nothing for new code."""
+    """How the last `frames` frames that Dynamo compiled differ from earlier ones; nothing for new code."""
     reasons = (attempt.recompile_reason for attempt in dynamo_attempts()[-frames:])
     return differences(reason for reason in reasons if reason)
 

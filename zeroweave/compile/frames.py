@@ -1,9 +1,9 @@
 """Keeps Dynamo out of the package's own code: only what a region's frame runs is ever traced.
 
-Where Dynamo cannot capture a region's frame as a whole, it runs that frame eagerly and tries whatever is called from
+If Dynamo cannot capture a region's frame as a whole, it runs that frame eagerly and tries all functions called from
 there: autograd's saved-tensors hooks, hooks on parameters, the dictionaries that watch reads, callbacks at the end of a
-backward. Compiled, these would be graphs of their own, kept by code object for whichever engine comes next, and
-autograd would count their reads and writes as the model's.
+backward. Compiled, these would be separate graphs, kept by code object for the next engine, and autograd would count
+their reads and writes as the model's.
 """
 
 from __future__ import annotations

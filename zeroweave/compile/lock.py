@@ -1,7 +1,7 @@
 """Ranks of one machine share what Inductor compiles: one compiles a graph, the others find it in the cache.
 
-They meet at a file lock beside the cache, one for each graph; no collective, so that a rank that compiles less than
-the others, or fails, holds nobody up for longer than the lock's timeout.
+They meet at a file lock next to the cache, one for each graph. There is no collective, so that a rank that compiles
+less than the others, or fails, delays no other rank for longer than the lock's timeout.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def graph_key(graph: fx.GraphModule, inputs: Sequence[Any], settings: str) -> st
 def compile_lock(folder: Path, key: str, phases: Phases, timeout: float = TIMEOUT) -> Iterator[None]:
     """Inside, no other process of this machine that uses `folder` compiles the graph of this key for the first time.
 
-    Whoever had to wait goes on without the lock: the graph is in the cache then, and all who waited may load it at
-    once. So does a rank that has waited for `timeout` seconds, one for which the folder cannot be locked, and
-    everybody from the first success on, of which an empty file tells.
+    A rank that had to wait continues without the lock: the graph is in the cache then, and all waiting ranks may load
+    it at once. So does a rank that has waited for `timeout` seconds, a rank that cannot lock the folder, and every rank
+    after the first success, which an empty file marks.
     """
     lock, done = FileLock(folder / f"zeroweave_{key}.lock"), folder / f"zeroweave_{key}.done"
     mine = False

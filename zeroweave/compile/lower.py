@@ -40,7 +40,7 @@ from zeroweave.errors import ParameterError
 Lower = Literal["inductor", "aot_eager"]
 Kind = Literal["forward", "backward", "inference"]
 Code = Callable[[Lower, fx.GraphModule, Sequence[Any], Kind, Phases], Boxed]
-"""What turns a graph into code: `compile_graph` is one."""
+"""Turns a graph into code, as `compile_graph` does."""
 
 
 def decompositions(lower: Lower) -> dict[Any, Callable[..., Any]]:
@@ -69,7 +69,7 @@ def partition(
 
     `activation_budget`: the share of activation bytes that may be saved, 0 to 1; the rest is recomputed.
 
-    Raises ParameterError if a parameter enters the graph in another form than itself.
+    Raises ParameterError if a parameter enters the graph in any other form.
     """
     tag_recomputed(joint.graph, roles)
     split = inductor_partition if lower == "inductor" else aot_partition
@@ -97,9 +97,9 @@ def partition(
 
 
 def may_write(graph: fx.Graph, roles: Roles, inputs: Sequence[Any]) -> bool:
-    """True if a kernel may write to a parameter, as far as PyTorch can tell; `inputs` is AOTAutograd's `input_info`.
+    """True if PyTorch cannot rule out that a kernel writes to a parameter; `inputs` is AOTAutograd's `input_info`.
 
-    Raises ParameterError where the graph has no such kernel, and writes.
+    Raises ParameterError if the graph writes to one without such a kernel.
     """
     suspected, kernels = False, any(is_kernel(node.target) for node in graph.nodes)
     for node, info in zip(_placeholders(graph), inputs, strict=False):
@@ -116,10 +116,10 @@ def may_write(graph: fx.Graph, roles: Roles, inputs: Sequence[Any]) -> bool:
 
 
 def tag_recomputed(graph: fx.Graph, roles: Roles) -> None:
-    """Tags whatever is computed from parameters alone to be recomputed in the backward, never saved.
+    """Tags values computed from parameters alone to be recomputed in the backward, never saved.
 
     Values of fresh constants (`full`, `arange`) do not count as inputs. Random and mutating operators are
-    left alone, and what depends on them. The tags form a checkpointed region of their own, with an id above
+    left alone, and what depends on them. The tags form a separate checkpointed region, with an id above
     all others: AOTAutograd saves what leaves one region for a *later* one.
     """
     constant: set[fx.Node] = set()
@@ -143,7 +143,7 @@ def tag_recomputed(graph: fx.Graph, roles: Roles) -> None:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether the node's value depends on its inputs only. Higher-order operators are not looked into."""
+    """True if the node's value depends on its inputs only. Higher-order operators are not inspected."""
     if (schema := operator_schema(node.target)) is None:
         return getattr(node.target, "__module__", None) == "_operator"
     return not (schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags)  # type: ignore[union-attr]
@@ -228,7 +228,7 @@ def _sizes(forward: fx.Graph, outputs: int) -> int:
 
 
 def _may_alias(node: fx.Node) -> bool:
-    """Whether a value may be an argument or a view of one."""
+    """True if a value may be an argument or a view of one."""
     if node.op != "call_function":
         return True
     if (schema := operator_schema(node.target)) is not None:

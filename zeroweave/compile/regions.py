@@ -1,8 +1,8 @@
-"""What is compiled as one: the blocks and regions of a model.
+"""The units of compilation: the blocks and regions of a model.
 
 Everything here looks at the module tree only: classes, names and shapes, never at values, so that it works
-on models at rest, on `meta` and before any process group exists, and gives the same answer on all ranks. But for
-`region_key`, which also looks at hooks, and tells apart what is on one rank.
+on models at rest, on `meta` and before any process group exists, and gives the same answer on all ranks. The exception
+is `region_key`, which also looks at hooks, and distinguishes regions of one rank.
 
 A **list** is an `nn.ModuleList` or `nn.Sequential`. It *repeats a class* if two of its entries are of one
 class that holds parameters. Only outermost repeating lists count: what they contain belongs to their blocks.
@@ -57,7 +57,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def find_regions(
     model: nn.Module, patterns: str | Sequence[str] = "auto", *, max_bytes: int
 ) -> list[tuple[str, nn.Module]]:
-    """The modules of `model` that are compiled as one, by qualified name, in model order; none lies inside another.
+    """The modules of `model` that are compiled as one, by qualified name, in model order; none is inside another.
 
     "auto": every block that can be called (of one that cannot, its outermost composite members), and each
     outermost other module that has children and parameters and contains no block. In a model without blocks:
@@ -124,7 +124,7 @@ def matching(model: nn.Module, patterns: Sequence[str], key: str = "compile.regi
 def call_modules(model: nn.Module, regions: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     """The modules outside all `regions` that hold parameters directly, in model order.
 
-    They run eagerly, each execution a call of its own.
+    They run eagerly, and each execution is a separate call.
     """
     inside = {module for _, region in regions for module in region.modules()}
     return [
@@ -153,14 +153,14 @@ def region_key(module: nn.Module) -> Hashable:
 
 
 def _identity(hook: Callable[..., Any]) -> tuple[int, ...]:
-    """The same for hooks that are one; a method is made anew each time that somebody asks for it."""
+    """Equal for equal hooks; Python makes a new method object each time that a method is accessed."""
     if isinstance(hook, MethodType):
         return id(hook.__self__), id(hook.__func__)
     return (id(hook),)
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Whether `module` or a module inside it holds a parameter."""
+    """True if `module` or a module inside it holds a parameter."""
     return next(module.parameters(), None) is not None
 
 
@@ -178,7 +178,7 @@ def _parents(model: nn.Module, name: str) -> Iterator[nn.Module]:
 
 
 def _class(module: nn.Module) -> type[nn.Module]:
-    """The module's class; parametrizations (weight_norm) give every module a class of its own."""
+    """The module's class; parametrizations (weight_norm) give every module its own class."""
     return cast(type[nn.Module], type_before_parametrizations(module))
 
 
@@ -187,5 +187,5 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """Whether the class defines a forward; ModuleList and ModuleDict do not."""
+    """True if the class defines a forward; ModuleList and ModuleDict do not."""
     return type(module).forward is not nn.Module.forward

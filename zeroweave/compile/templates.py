@@ -39,7 +39,7 @@ class Templates:
     """Everything one engine has compiled. Holds no tensors.
 
     Dynamo keeps backends, and what they compiled, where the garbage collector cannot look: they refer to this
-    weakly, or an engine that is dropped without `destroy` would live for ever.
+    weakly, or an engine that is dropped without `destroy` would never be freed.
 
     `names` maps each region's module to its qualified name, which becomes the name of its calls. Dynamo compiles
     at most `recompile_limit` variants of all regions that share a callable (see `compile`). `activation_budget` is
@@ -196,7 +196,7 @@ class Templates:
 
 
 class _Engine:
-    """The engine of a template, as far as it is there; see `bind.Caller`."""
+    """The engine of a template, while it exists; see `bind.Caller`."""
 
     def __init__(self, templates: Templates) -> None:
         self._templates = weakref.ref(templates)

@@ -110,7 +110,7 @@ def _meant(key: str) -> str:
 
 
 def _is_off(value: Any, off: tuple[Any, ...]) -> bool:
-    """True if the value is one of `off`, or a section that has one of them beside other keys."""
+    """True if the value is one of `off`, or a section that has one of them among other keys."""
     if isinstance(value, Mapping) and value:
         return any(isinstance(each, Mapping) and each and each.items() <= value.items() for each in off)
     return any(value == each and (value is True) is (each is True) for each in off)  # True equals 1

@@ -16,7 +16,7 @@ from zeroweave.errors import ConfigError
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put the file's name in front of a ConfigError."""
+    """Put the file's name before the message of a ConfigError."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The sections of the config, each a table of its own; see `config` for what all of them are in."""
+"""The sections of the config, each its own table; see `config` for what all of them are in."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ class BucketConfig(Section):
     """How parameters are grouped for communication."""
 
     bytes: Annotated[int, Field(ge=1)] = 1 << 30
-    """Largest bucket in bytes; a single parameter above it has a bucket of its own."""
+    """Largest bucket in bytes; a single parameter above it has its own bucket."""
 
     by_block: bool | Annotated[int, Field(ge=1)] = True
     """One bucket for each block; a number: for so many neighbouring blocks of a list, or as many as fit into `bytes`;
-    false: neighbours fill buckets up to `bytes`, whatever their block."""
+    false: neighbours fill buckets up to `bytes`, also across blocks."""
 
 
 class ReduceConfig(Section):
@@ -118,7 +118,7 @@ class CompileConfig(Section):
     regions: Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False)] = "auto"
     """"auto": the repeated blocks and what is left between them; else patterns of module names (fnmatch).
 
-    Regions that are named have buckets of their own, compiled or not, which are gathered together.
+    Named regions have their own buckets, compiled or not, which are gathered together.
     """
 
     lower: Literal["inductor", "aot_eager"] = "inductor"
@@ -131,7 +131,7 @@ class CompileConfig(Section):
     """Share of activation bytes that a compiled forward may save; the rest is computed again in the backward."""
 
     prefetch: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    """How many calls ahead of its use a bucket's gather is issued; "auto": as far as measured times ask."""
+    """How many calls ahead of its use a bucket's gather is issued; "auto": as early as measured times require."""
 
     keep: Literal["auto", "none", "all"] | Annotated[tuple[str, ...], Field(strict=False)] = "auto"
     """Stage 3: buckets that stay gathered from one use to the next; "auto": as many as `memory_budget` has room for."""
@@ -144,7 +144,7 @@ class CompileConfig(Section):
     """How many steps are timed before "auto" decides; 0: it never does."""
 
     passes: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Passes of your own behind the built-in ones, each as "module:function"."""
+    """Your passes, which run after the built-in ones, each as "module:function"."""
 
     cuda_graphs: bool = False
     """Compiled calls are launched as CUDA graphs, once steps have settled; the program's own code runs in each step."""
@@ -172,9 +172,9 @@ class ShardingConfig(Section):
     """Ranks that gather parameters together, normally those of one node; a divisor of all ranks. None: all ranks.
 
     Parameters are sharded over groups of so many consecutive ranks and replicated across groups. Optimizer states are
-    sharded over all ranks. Between groups each step sends two parts of the model, whatever the micro-steps: gradients
-    before the update, and parameters after it. A rank keeps model / group_size in the dtype of the computation, and as
-    much for gradients."""
+    sharded over all ranks. Between groups each step sends two parts of the model, however many micro-steps it has:
+    gradients before the update, and parameters after it. A rank keeps model / group_size in the dtype of the
+    computation, and as much for gradients."""
 
     optional: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Stage 3: patterns of the names of modules (fnmatch) that some ranks may leave out of a forward.
@@ -189,7 +189,7 @@ class ExpertsConfig(Section):
     """Patterns of the names of experts' parameters (fnmatch)."""
 
     parallel_size: Annotated[int, Field(ge=1)] = 1
-    """How many consecutive ranks exchange tokens, each with experts of its own; 1: all ranks have the same experts."""
+    """How many consecutive ranks exchange tokens, each with its own experts; 1: all ranks have the same experts."""
 
     @model_validator(mode="after")
     def _experts_have_names(self) -> Self:
@@ -234,7 +234,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """How a run is told while it goes; see docs/logs.md."""
+    """How a run is logged while it trains; see docs/logs.md."""
 
     every: Annotated[int, Field(ge=1)] = 10
     """After so many optimizer steps the ranks put figures together, which waits for the device."""
@@ -246,7 +246,7 @@ class LogConfig(Section):
     """Optimizer steps of the whole run, for the bar; None: unknown."""
 
     to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], Field(strict=False)] = ()
-    """Where figures go beside `log_dir`; each library must be installed."""
+    """Where figures go besides `log_dir`; each library must be installed."""
 
     @model_validator(mode="after")
     def _values_fit_together(self) -> Self:
@@ -265,7 +265,7 @@ class OffloadConfig(Section):
     """Stage 3: shards, masters included, live in host memory; each is uploaded before it is gathered."""
 
     memory_budget: Annotated[int, Field(ge=0)] | None = None
-    """Bytes of device memory that "adaptive" may fill beside what training itself takes at its peak."""
+    """Bytes of device memory that "adaptive" may fill in addition to what training itself takes at its peak."""
 
     activations: bool = False
     """What forwards have saved waits in host memory for its backward, where that does not follow at once."""
@@ -308,10 +308,10 @@ class DebugConfig(Section):
 
 
 class EngineDebugConfig(DebugConfig):
-    """As above, and what an engine has beside it."""
+    """As above, and what only an engine has."""
 
     check_graphs: bool = False
     """Compare each new graph of `compile.cuda_graphs` with its code; `engine.stats.graph_difference` has the result."""
 
     keep_gradient_targets: bool = False
-    """Reduced gradients have memory of their own from set-up on, instead of from their reduction to the update."""
+    """Reduced gradients have their own memory from set-up on, instead of from their reduction to the update."""

@@ -47,7 +47,7 @@ def free_threshold() -> int:
 
 
 def of_default(method: Callable[Concatenate[Runtime, P], R]) -> Callable[P, R]:
-    """This method of whichever Runtime is the default one when it is called."""
+    """This method of the Runtime that is the default one when it is called."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if _default is None:

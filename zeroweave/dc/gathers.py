@@ -96,7 +96,7 @@ class Gathers:
         return any(flat.holds > parameter.persistent for parameter, flat in self._sharded())
 
     def sweep(self) -> None:
-        """Frees what a tensor still viewed when it was released, and none views any more."""
+        """Frees what a tensor still viewed at its release and no tensor views any more."""
         for _, flat in self._sharded():
             if not flat.holds:
                 flat.free()

@@ -2,8 +2,8 @@
 
 A *window* is what the backwards up to an updating one add up to; the next backward begins a new one. ZeRO-1
 adds up locally and reduces when the backward updates, ZeRO-2 and 3 reduce each time: that is a flag of the
-graph. All else (where a reduced gradient goes, first or later) belongs to the parameter, whichever graphs
-contribute, so that a recompilation inside a window changes nothing.
+graph. All else (where a reduced gradient goes, first or later) belongs to the parameter, and not to
+the graphs that contribute, so that a recompilation inside a window changes nothing.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class WindowGradients:
         self._buckets.add(ds_id, value.to(self._reductions.dtype or of), kind=shares is None)
 
     def _note_task(self) -> None:
-        """In a backward of autograd: what has come together is reduced when that is over."""
+        """In a backward of autograd: its end reduces the gradients that have come together."""
         task = current_graph_task()
         if task >= 0 and self._task is None:
             self._task = task
@@ -195,7 +195,7 @@ class WindowGradients:
             grad_buffer.copy_(old.view_as(grad_buffer))
 
     def _start(self, parts: dict[int, torch.Tensor]) -> None:
-        ids = tuple(sorted(parts))  # in whichever order this rank was handed them
+        ids = tuple(sorted(parts))  # regardless of the order in which this rank was handed them
         first = parts[ids[0]]
         dtype = self._reductions.dtype or first.dtype
         layout = self._layout(ids, dtype)
@@ -219,7 +219,7 @@ class WindowGradients:
             parameters = [self._registry.parameters[ds_id] for ds_id in ids]
             shares = [p.shares for p in parameters if p.shares is not None]  # of all, or of none
             numels = [p.numel for p in parameters]
-            # Nothing else tells the ranks' buckets apart that have other parameters of equal sizes.
+            # Nothing else distinguishes ranks' buckets that have other parameters of equal sizes.
             of_ids = xxhash.xxh3_64_intdigest(repr(ids).encode())
             layout = SharesLayout(of_ids, dtype.itemsize, self._registry.world, numels, shares or None)
             self._layouts[ids, dtype] = layout

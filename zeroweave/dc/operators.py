@@ -1,8 +1,8 @@
-"""Operators for graphs of one's own: `torch.ops.zeroweave.*`, and the same under other namespaces on request.
+"""Operators for a user's graphs: `torch.ops.zeroweave.*`, and the same under other namespaces on request.
 
 What a compiler may do to them follows from their schemas. Arguments marked as written (`Tensor(a!)`) are not
-written; the mark keeps the operator in a graph whose results are not used, behind everything that computes or
-reads the argument before it and in front of everything that reads it afterwards:
+written; the mark keeps the operator in a graph whose results are not used, after everything that computes or
+reads the argument before it and before everything that reads it afterwards:
 
     reduce_grad(grad)         after the gradient, before what reads its result
     prefetch_params_fused     before the next allgather_param of the same partitions, after the last one

@@ -19,7 +19,7 @@ from zeroweave.runtime.flat import ShardedFlat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegisteredParameter:
-    """One registered parameter, whichever graphs have it. What the ranks agree on later makes another object."""
+    """One registered parameter, for all graphs that have it. What the ranks agree on later makes another object."""
 
     id: int
     shape: tuple[int, ...]
@@ -197,9 +197,9 @@ class Registry:
             self.parameters[parameter.id] = replace(parameter, shares=shares, agreed=True)
 
     def rehearsal(self) -> Registry:
-        """The same parameters and graphs, with flats and gradient buffers of their own.
+        """The same parameters and graphs, with their own flats and gradient buffers.
 
-        All buffers are views of one, as large as the largest: what is written there is of no use.
+        All buffers are views of one, as large as the largest: what is written there is not used.
         """
         buffers = [p.buffer for p in self.parameters.values() if p.buffer is not None]
         largest = max((buffer.nbytes for buffer in buffers), default=0)

@@ -1,4 +1,4 @@
-"""The runtime of the low-level API: what `zeroweave.dc` gives names to, put together."""
+"""The runtime of the low-level API: what `zeroweave.dc` names, put together."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Runtime:
 
     @property
     def _parts(self) -> _Parts:
-        """What the calls of now act on; EngineError after `cleanup`."""
+        """What calls act on now; EngineError after `cleanup`."""
         if self._real is None:
             raise EngineError("the runtime was cleaned up: call init again")
         return self._rehearsal or self._real
@@ -133,7 +133,7 @@ class Runtime:
         """A parameter that every rank holds whole (ZeRO-1 and 2).
 
         `grad_buffer`: this rank's place for the reduced gradient, written in its dtype. If it has as many elements
-        as the parameter it holds the whole gradient, and `offset` is the caller's affair; if fewer, it holds
+        as the parameter it holds the whole gradient, and `offset` does not matter; if fewer, it holds
         elements `offset` to `offset + numel` of the parameter's flat gradient. None: each rank gets an equal share,
         step by step, from `take_gradients`. Nothing is allocated here.
         """
@@ -152,7 +152,7 @@ class Runtime:
     ) -> None:
         """A parameter of which `ds_tensor` [c] is this rank's partition: elements rank * c to (rank + 1) * c.
 
-        c is at least numel / world, rounded up, and equal on all ranks; what lies beyond the parameter is padding.
+        c is at least numel / world, rounded up, and equal on all ranks; what is beyond the parameter is padding.
         `grad_buffer` [c]: the same part of the gradient, as above. `persistent`: once gathered it stays gathered
         until the forward after the next update. Gradients are cast to `expected_grad_dtype` when they are handed in.
         """
@@ -216,7 +216,7 @@ class Runtime:
         """The graph's part of the backward is over; may be left out of backwards that do not update.
 
         None settles the reductions of all graphs, and releases their buckets, when the whole backward is over: at the
-        end of a backward of autograd, outside of one at once, with the local sums of all graphs. True settles now,
+        end of a backward of autograd, or now if there is none, with the local sums of all graphs. True settles now,
         False leaves it to a later call.
         """
         self._parts.gradients.end_backward(graph_id, release_reduce_buckets)
@@ -289,7 +289,7 @@ class Runtime:
         """Makes the registered buffer as large as the largest sharded parameter that a rank has registered. Collective.
 
         The first forward calls it, and so does the first one after a graph was registered. It does nothing where the
-        buffer is large enough, where there is none (`symmetric_memory`), and while profiling.
+        buffer is large enough, without a buffer (`symmetric_memory`), and while profiling.
         """
         registered = self._parts.registry.parameters.values()
         if self._buffered is not None and not self.is_profiling():

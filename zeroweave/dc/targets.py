@@ -34,7 +34,7 @@ def even_shares(numel: int, world: int, size: int | None = None) -> tuple[Share,
 def agree_on_shares(name: str, numel: int, held: Sequence[tuple[int, int]]) -> tuple[Share, ...] | None:
     """What each rank holds of a gradient of `numel` elements; None where every rank holds all of it.
 
-    `held`: per rank (elements of its buffer, offset). A buffer that holds the whole gradient may lie anywhere in
+    `held`: per rank (elements of its buffer, offset). A buffer that holds the whole gradient may be anywhere in
     the caller's memory, so its offset says nothing; a shorter one begins at element `offset` of the gradient.
     ParameterError, naming `name` and the ranks, where the shares leave gaps, overlap or reach too far.
     """
@@ -103,11 +103,11 @@ class SharesLayout:
 
 
 class GradientPartition:
-    """All step-local gradients of this rank: float32 `flat` [numel], and what lies where in it.
+    """All step-local gradients of this rank: float32 `flat` [numel], and its contents.
 
     `slices` maps a parameter's id to (offset in `flat`, first element of the parameter's own gradient, elements).
-    Whoever takes it calls `release()` when the update is done. Made of (parameter id, this rank's share); the values
-    are undefined at first. `gauge` counts the bytes.
+    The caller that takes it calls `release()` when the update is done. Made of (parameter id, this rank's share); the
+    values are undefined at first. `gauge` counts the bytes.
     """
 
     def __init__(self, shares: Iterable[tuple[int, Share]], device: torch.device, gauge: Gauge) -> None:
@@ -121,7 +121,7 @@ class GradientPartition:
         gauge.add(self.flat.nbytes)
 
     def view(self, ds_id: int) -> torch.Tensor:
-        """[elements] the gradient of one parameter, as far as this rank holds it."""
+        """[elements] the part of one parameter's gradient that this rank holds."""
         offset, _, numel = self.slices[ds_id]
         return self.flat.narrow(0, offset, numel)
 

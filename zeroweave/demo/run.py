@@ -33,7 +33,7 @@ DIFFERENCE: Final = 1e-5
 _COMPARED_STEPS: Final = 3
 _DEADLINE_SECONDS: Final = 600.0
 _LAST: Final = 10
-"""The final loss is the mean of so many steps, because one batch is noisy."""
+"""The final loss is the mean of this many steps, because one batch is noisy."""
 _SHOWN: Final = "layers.1"
 """The block whose schedule is printed: one with neighbours on both sides."""
 
@@ -116,7 +116,7 @@ class Demo:
         return {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
 
     def compare(self) -> dict[str, Any]:
-        """Print the stages beside each other and beside DDP. The figures of that comparison."""
+        """Print the stages next to each other and next to DDP. The figures of that comparison."""
         self.say(f"{_COMPARED_STEPS} steps of stages 1, 2 and 3, and DDP's gradients, from the same seed")
         runs = {stage: self.short_run(stage) for stage in (1, 2, 3)}
         reference = self.ddp_gradients()

@@ -19,7 +19,7 @@ _Read = Callable[[Any], None]
 
 
 class _Watched(dict[str, Any]):
-    """A module's `_parameters` that tells when a parameter is read."""
+    """A module's `_parameters` that reports reads of parameters."""
 
     __slots__ = ("_plain", "_read")
 
@@ -56,7 +56,7 @@ class _Watched(dict[str, Any]):
         return super().values()
 
     def replace(self, old: Any, new: Any) -> None:
-        """Puts `new` where `old` stands; the plain dictionary is left alone."""
+        """Replaces `old` by `new`; the plain dictionary stays unchanged."""
         for name, value in super().items():
             if value is old:
                 super().__setitem__(name, new)
@@ -86,7 +86,7 @@ class Access:
             watched.replace(old, new)
 
     def of(self, module: nn.Module) -> tuple[nn.Module, ...]:
-        """The modules inside that have parameters of their own."""
+        """The modules inside that hold parameters directly."""
         return tuple(m for m in module.modules() if m in self._plain)
 
     def watch(self, modules: Iterable[nn.Module] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Saved tensors: eager code saves a handle where it would save a view of a flat.
 
-A view would be read in the backward after its storage was freed. The handle says which bucket the view lies
+A view would be read in the backward after its storage was freed. The handle says which bucket the view is
 in and where; unpacking it enters the backward of the call that saved it, which unshards and holds the bucket.
 Views that a compiled forward saves pass through: its backward binds and holds their buckets itself.
 """
@@ -30,7 +30,7 @@ class _Handle(NamedTuple):
 
 
 class _Parameter(NamedTuple):
-    """A real parameter, without a reference to it, which would count as kept by somebody."""
+    """A real parameter, without a reference to it: that would count as one from outside the engine."""
 
     bucket: Bucket
     slot: int
@@ -78,7 +78,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         return tensor
 
     def _view(self, saved: _Handle) -> torch.Tensor:
-        """What eager code has saved, once its bucket is usable."""
+        """The tensor that eager code has saved, once its bucket is usable."""
         if saved.generation != saved.bucket.generation:
             raise EngineError(
                 f"[ZW407] parameters of {saved.bucket.layout.name!r} have changed since the forward of this backward: "

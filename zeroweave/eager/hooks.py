@@ -32,9 +32,9 @@ class Compiled:
     run: Callable[..., Any]
     """`run(module, *args, **kwargs)` instead of the module's eager forward"""
     wanted: Callable[[], bool]
-    """does the call that begins now?"""
+    """True if the call that begins now is to run compiled"""
     fell_back: Callable[[], None]
-    """hears that Dynamo has run the module as it is"""
+    """called when Dynamo has run the module uncompiled"""
 
 
 class ModuleCall:
@@ -64,10 +64,10 @@ class ModuleCall:
         self.forward = forward
         self._inner = access.of(module)
         self._runs_compiled = False
-        """does the last call that was no recomputation?"""
+        """True if the last call that was no recomputation ran compiled"""
 
     def install(self, instead: Callable[..., Any] | None = None) -> None:
-        """`instead`: what stands in this call's place."""
+        """`instead`: a function to call in its place."""
         self.module._compiled_call_impl = instead or self
 
     def remove(self) -> None:
@@ -92,7 +92,7 @@ class ModuleCall:
             runtime.leave(frame)
 
     def _runs(self, compiled: Compiled, frame: Frame) -> bool:
-        """Does this call run compiled? A recomputation inside a backward does as its forward did."""
+        """True if this call runs compiled. A recomputation inside a backward runs as its forward did."""
         if not self._runtime.in_backward:
             self._runs_compiled = compiled.wanted()
             frame.runs(self._runs_compiled)
@@ -151,8 +151,8 @@ def hook_gradients(runtime: Runtime, stubs: Mapping[str, nn.Parameter]) -> list[
 def hook_gradient(parameter: nn.Parameter, runtime: Runtime, bucket: int, slot: int) -> RemovableHandle:
     """Delivers what autograd accumulates into a parameter as the slot's gradient.
 
-    The hook does not keep the runtime: Python's garbage collector cannot look into it, so whatever it holds would live
-    as long as it does, for ever where that holds the parameter.
+    The hook does not keep the runtime: Python's garbage collector cannot look into it, so what it holds would live
+    as long as the hook does, and never be freed if it holds the parameter.
     """
     reference = weakref.ref(runtime)
 
@@ -172,5 +172,5 @@ def hook_gradient(parameter: nn.Parameter, runtime: Runtime, bucket: int, slot: 
 
 
 def hooks_beside(parameter: torch.Tensor, trained: bool) -> tuple[int, ...]:
-    """What is registered on a parameter beside the hook of `hook_gradient`, the first of a `trained` one: by number."""
+    """The ids of a parameter's hooks other than that of `hook_gradient`, which is the first of a `trained` one."""
     return *tensor_hooks(parameter), *post_accumulate_hooks(parameter)[int(trained) :]

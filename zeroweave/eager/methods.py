@@ -13,7 +13,7 @@ from zeroweave.errors import EngineError
 def mark_forward(module: nn.Module, *methods: str) -> None:
     """Makes these methods of `module` run as `forward` does under an engine, with the parameters that they read.
 
-    To be called before or after `initialize`, on all ranks; without an engine the methods are what they were. A marked
+    To be called before or after `initialize`, on all ranks; without an engine the methods are unchanged. A marked
     method is collective as a forward is. EngineError for a name that is no method of the module.
     """
     for name in methods:
@@ -23,7 +23,7 @@ def mark_forward(module: nn.Module, *methods: str) -> None:
 
 
 class MarkedMethod:
-    """Stands in the module's attributes in the place of its method, so that copies of the module have their own."""
+    """Replaces a method in the module's attributes, so that copies of the module have their own."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module, self._name = module, name

@@ -1,4 +1,4 @@
-"""What the modules of a model show, and to whom: stubs, real parameters while anybody computes, views if open."""
+"""What the modules of a model show, and when: stubs, real parameters during computation, views if open."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from zeroweave.runtime.runtime import Runtime
 
 
 class ParameterVisibility:
-    """What the modules show: real, watched parameters while anybody computes; else stubs, or views if open.
+    """What the modules show: real, watched parameters during computation; else stubs, or views if open.
 
     The views are for users, who may keep them: they own a share of the flat, which then lingers. When their time
-    is over (`close`, for real parameters the step), whatever parameter a user has kept becomes a stub.
+    is over (`close`, for real parameters the step), each parameter that a user has kept becomes a stub.
     """
 
     def __init__(self, runtime: Runtime, parameters: ModuleParameters, access: Access) -> None:
         self._runtime, self._module_parameters, self._access = runtime, parameters, access
         self._count = 0
-        """how many need the real parameters"""
+        """how many computations need the real parameters"""
         self._views: dict[str, nn.Parameter] | None = None
         """what `open` shows, by name; None: it is closed"""
         self._off = set[str]()
         """the trained parameters whose real ones do not require gradients, by name"""
         self._lends = False
-        """does this rank show full values of its own?"""
+        """True if this rank shows its own full values"""
         for bucket in access.buckets:
             bucket.attach(self._retire, parameters.status.hooks)
         self.show()  # once before users can keep anything: the buckets learn what is the engine's own
@@ -45,7 +45,7 @@ class ParameterVisibility:
     # ------------------------------------------------------------------ to the user
     @property
     def is_open(self) -> bool:
-        """Is everything gathered and readable for the user?"""
+        """True if all parameters are gathered and readable for the user."""
         return self._views is not None
 
     @property
@@ -82,9 +82,9 @@ class ParameterVisibility:
         self._views = views
 
     def close(self) -> None:
-        """Shows stubs again, and makes one of each view that the user has kept; does not mind a second call.
+        """Shows stubs again, and makes one of each view that the user has kept; does nothing the second time.
 
-        A graph that reads views goes on with a copy: theirs are the values of now.
+        A graph that reads views continues with a copy of their present values.
         """
         if not self.is_open:
             return
@@ -171,7 +171,7 @@ class ParameterVisibility:
         self._count += 1
 
     def _toggle(self) -> None:
-        """The real parameters require gradients as the program has last told stubs, or views that are open."""
+        """Sets `requires_grad` of the real parameters as the program last set it on stubs, or on open views."""
         for name, view in (self._views or {}).items():
             if view.requires_grad != (stub := cast(AtRest, self._module_parameters.names[name])).requires_grad:
                 stub.toggle(view.requires_grad)
@@ -193,7 +193,7 @@ class ParameterVisibility:
             self._note(shown=False)
 
     def reset(self) -> None:
-        """After an exception: nobody computes any more."""
+        """After an exception: no computation is left."""
         while self._count:
             self.hide()
 

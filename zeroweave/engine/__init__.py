@@ -1,4 +1,4 @@
-"""The engine: what users hold in their hands, and the assembly of all that it consists of."""
+"""The engine, which users call, and the assembly of its parts."""
 
 from zeroweave.engine.engine import Engine
 

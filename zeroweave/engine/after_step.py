@@ -1,4 +1,4 @@
-"""What follows each step of an engine: saves that go on beside it, the log, and files of measured steps."""
+"""What follows each step of an engine: asynchronous saves, the log, and files of measured steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroweave.engine.samples import Samples
 
 
 class AfterStep:
-    """Those of one engine. `log`, `samples`: None where nobody asked."""
+    """Those of one engine. `log`, `samples`: None where they were not asked for."""
 
     def __init__(self, transport: Wire, checkpoints: Checkpoints, log: Log | None, samples: Samples | None) -> None:
         self._transport, self._checkpoints, self._log, self._samples = transport, checkpoints, log, samples

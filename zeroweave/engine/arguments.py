@@ -1,4 +1,4 @@
-"""What `initialize` is asked for, checked as far as one rank alone can."""
+"""What `initialize` is asked for, with the checks that one rank can make alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OptimizerLike = Optimizers | Callable[[list[nn.Parameter]], Optimizers]
 
 @dataclass(frozen=True)
 class Arguments:
-    """What `initialize` was asked for, as far as one rank alone can check it. `experts`: see `model.specs_of`."""
+    """What `initialize` was asked for, checked on one rank alone. `experts`: see `model.specs_of`."""
 
     settings: Config
     optimizer: torch.optim.Optimizer | None

@@ -93,14 +93,14 @@ def initialize(
     """Shards `model` and its optimizer over the ranks of `process_group` and returns the engine.
 
     Collective. Without a process group one is started from the environment (torchrun's variables), a world
-    of 1 where there is none; it stays for later engines and ends with the process. Rank 0's weights and buffers are
+    of 1 without those; it stays for later engines and ends with the process. Rank 0's weights and buffers are
     taken on all ranks; of experts that not all ranks share (`experts` of the config) those of the first rank that has
     them. Where the group has NCCL the model moves to `cuda:LOCAL_RANK`, or to the only GPU that the process sees, which
     becomes the current device; else it stays.
 
     `optimizer`: an element-wise torch.optim optimizer over `model.parameters()`, a callable from the
     parameters to one, or None for evaluation only. It stays the user's object, with its groups. State that it has is
-    taken over like the weights: rank 0's on all ranks. `torch.optim.Muon`, and what is marked by `WholeMatrices`, gets
+    taken like the weights: rank 0's on all ranks. `torch.optim.Muon`, and what is marked by `WholeMatrices`, gets
     whole parameters, each on one rank. A list of optimizers without a parameter in common steps as one, which is then
     the engine's.
 
@@ -132,7 +132,7 @@ def initialize(
         ends.callback(control.close)
         ledger = Ledger(control.world, control.rank, gathers_on_entry=settings.stage == 3)
         progress = Progress(ledger)
-        alarm = Alarm(control, ledger, lambda: progress.step)  # from here on nobody waits for a rank that has failed
+        alarm = Alarm(control, ledger, lambda: progress.step)  # from here on no rank waits for one that has failed
         ends.callback(alarm.close)
         guard = Guard(alarm, progress)
         with guard("initialize"):
@@ -319,7 +319,7 @@ def _compose(
     samples = Samples.asked_for(parts, scheduler, step, stats)
     log = Log(parts, scheduler, step, sinks) if is_asked_for(settings) and parts.optimizer is not None else None
     followers = AfterStep(parts.transport, checkpoints, log, samples)
-    running = faults.before(calls, "run", "forward")
+    running = faults.before(calls, "forward", "forward")
     return Engine(parts, running, scheduler, window, step, values, checkpoints, followers, stats)
 
 

@@ -49,7 +49,7 @@ _FUNCTIONAL: Final = (
 class Calls:
     """The calls of one engine.
 
-    `in_first_step()`: is that the step that runs now? `code`: what turns a template's graph into code.
+    `in_first_step()`: true if that step runs now. `code`: what turns a template's graph into code.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Calls:
         """the regions that Dynamo gave up on, or whose hooks it does not know, by name, with the reason"""
         self._told_eager: set[str] = set()
         self._compiling = False
-        """do regions that are called now run compiled?"""
+        """true if regions that are called now run compiled"""
         self._told_cache = False
         regions = find_regions(model, config.compile.regions, max_bytes=config.bucket.bytes)
         self.regions = len(regions)
@@ -162,7 +162,7 @@ class Calls:
             self._shown.hide()
 
     def _head(self) -> Head:
-        """EngineError for a model that has none of which the engine knows what it computes."""
+        """The call of the layer that makes the logits. EngineError where that does not run by itself."""
         found = getattr(self._model, "get_output_embeddings", lambda: None)()
         eager = (call for call in self._calls if call.name in self.eager_modules)
         call = next((call for call in eager if call.module is found), None)
@@ -211,8 +211,8 @@ class Calls:
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """`kwargs` with `use_cache=False` for a transformers model that would make a key-value cache.
 
-        With a cache every layer reads its own index, and none shares its template with another. Whoever
-        passes `use_cache` or a cache gets what they ask for.
+        With a cache every layer reads its own index, and none shares its template with another. A caller that
+        passes `use_cache` or a cache gets it.
         """
         if self.templates is None or not getattr(getattr(self._model, "config", None), "use_cache", False):
             return kwargs

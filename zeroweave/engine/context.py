@@ -28,7 +28,7 @@ from zeroweave.runtime.runtime import Runtime
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What lies below an engine, and what its objects share; see `initialize`."""
+    """What is below an engine, and what its objects share; see `initialize`."""
 
     model: nn.Module
     config: Config

@@ -1,4 +1,4 @@
-"""The engine: the training loop's face."""
+"""The engine: what a training loop calls."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Engine:
         self._values = values  # what users read and write
         self._checkpoints = checkpoints  # and what survives the run
         self._scheduler = scheduler  # which schedule the next window follows
-        self._followers, self._stats = followers, stats  # who looks on and acts after each `step()`; what is told
+        self._followers, self._stats = followers, stats  # what follows each `step()`; what is told
 
     # ------------------------------------------------------------------ looking at it
     @property
@@ -95,7 +95,7 @@ class Engine:
 
     @property
     def buckets(self) -> tuple[BucketLayout, ...]:
-        """How parameters lie in buckets."""
+        """How parameters are laid out in buckets."""
         return tuple(b.layout for b in self._runtime.buckets.values())
 
     @property
@@ -186,7 +186,7 @@ class Engine:
             self._window.reduce()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Does the optimizer step follow the present backward?
+        """True if the optimizer step follows the present backward.
 
         As the caller has said; else after `gradient_accumulation_steps` micro-steps, and after a coalesced block.
         """
@@ -202,7 +202,7 @@ class Engine:
         self._followers.step_ended(self._micro_step())
 
     def _micro_step(self) -> bool:
-        """Ends a micro-step. Returns whether it was a boundary."""
+        """Ends a micro-step. True at a boundary."""
         with self._guard("step"):
             boundary = self._window.ends()
             self._step.take(boundary)
@@ -210,7 +210,7 @@ class Engine:
         return boundary
 
     def was_step_applied(self) -> bool:
-        """Did the last `step()` run the optimizer? Not inside a window, nor where gradients were not finite."""
+        """True if the last `step()` ran the optimizer: not inside a window, nor where gradients were not finite."""
         return self._step.applied
 
     @untraced
@@ -228,7 +228,7 @@ class Engine:
 
     @untraced
     def zero_grad(self) -> None:
-        """Drops the window's gradients; after an exception on all ranks, whatever it left behind."""
+        """Drops the window's gradients; after an exception on all ranks, all that it left."""
         with self._guard("zero_grad", clean=False):
             self._window.abort()
         self._followers.aborted()
@@ -238,7 +238,7 @@ class Engine:
 
         Yields the ledger of what they would have sent. Losses and norms mean nothing inside, and values cannot be
         read. Costs a second copy of the trained shards, the optimizer's state and the module's buffers. All ranks
-        enter it, between windows; how many steps each runs inside is its own affair.
+        enter it, between windows; each may run any number of steps inside.
         """
         return tried_out(self._parts, self._window, self._step, self._values)
 
@@ -261,7 +261,7 @@ class Engine:
         self._values.set_full(parameter, value, what)
 
     def fragment(self, parameter: nn.Parameter | str) -> Fragment:
-        """Which elements of a parameter lie on this rank: `numel` from `offset` on, of the flattened parameter."""
+        """Which elements of a parameter this rank has: `numel` from `offset` on, of the flattened parameter."""
         return self._values.fragment(parameter)
 
     def local(self, parameter: nn.Parameter | str, what: str = "param") -> torch.Tensor | None:
@@ -317,7 +317,7 @@ class Engine:
         """Takes rank 0's full `state_dict` on all ranks; all that the model's own has must be there.
 
         Any mapping, such as one that reads tensors when they are asked for, which they are twice. Where modules load
-        in ways of their own (hooks, extra state, methods), rank 0 holds the whole model in host memory meanwhile. All
+        in their own way (hooks, extra state, methods), rank 0 holds the whole model in host memory meanwhile. All
         ranks get its extra state. ParameterError, which changes nothing, for what does not fit. Collective; the other
         ranks' argument is ignored.
         """
@@ -335,8 +335,8 @@ class Engine:
         """Writes a checkpoint of the whole run to the folder `path`, which all ranks share; returns its tag.
 
         `tag`: by default "step-" and the optimizer steps. `client_state`: what the program wants back, values and
-        tensors. `data`: a sampler or loader with a `state_dict`. `asynchronous`: beside the next steps; the next save,
-        `load` and `destroy` wait for it. Rank 0's tag and values count. Behind any `step()`. Collective.
+        tensors. `data`: a sampler or loader with a `state_dict`. `asynchronous`: while the next steps run; the next
+        save, `load` and `destroy` wait for it. Rank 0's tag and values count. After any `step()`. Collective.
         CheckpointError on all ranks where one cannot write, from here or from `step`; all is then as before.
         """
         return self._checkpoints.save(path, tag, client_state, data, asynchronous)
@@ -344,7 +344,7 @@ class Engine:
     def load(
         self, path: StrPath, tag: str | None = None, strict: bool = True, data: Any = None, missing_ok: bool = False
     ) -> dict[str, Any]:
-        """Goes on where `save` was called, at any stage and with any number of ranks; returns the `client_state`.
+        """Continues where `save` was called, at any stage and with any number of ranks; returns the `client_state`.
 
         `tag`: None for the latest. `data`: what `save` was given, to be set. Every byte is checked first:
         CheckpointError, which changes nothing, for what is broken, or of another model. Not `strict`: what is missing
@@ -377,7 +377,7 @@ class Engine:
         return self._step.executed
 
     def record(self) -> AbstractContextManager[Recording]:
-        """Times whole steps inside, while they train as ever. Collective.
+        """Times whole steps inside, while they train as usual. Collective.
 
         What it yields has, at the end of the block, `operations` (every collective of the last step, in order, with
         this rank's times) and `graph` (what depends on what). Costs a few microseconds for each instruction, and one
@@ -391,7 +391,7 @@ class Engine:
         """Makes a schedule from what was recorded; nothing changes yet. The changes are those of `reschedule`.
 
         All ranks must make the same plan before they use it. EngineError for a setting that is refused, ScheduleError
-        where a pass of your own breaks the schedule.
+        where one of your passes breaks the schedule.
         """
         with self._guard("compile_schedule"):
             return self._scheduler.plan(operations, changes_of(prefetch_ahead, **changes))
@@ -410,7 +410,7 @@ class Engine:
             return self._scheduler.reschedule(changes_of(prefetch, **changes))
 
     def register_pass(self, new: Pass, after: str | None = None) -> None:
-        """Adds a pass of your own behind the one called `after`, or behind all; on all ranks.
+        """Adds your pass after the one called `after`, or after all; on all ranks.
 
         A pure function from a `Schedule` to a `Schedule`, which takes effect with the next one that is made. One that
         makes a schedule illegal is a ScheduleError that names the pass and the instruction, and is taken back.
@@ -419,7 +419,7 @@ class Engine:
             self._scheduler.register_pass(new, after)
 
     def unregister_pass(self, old: Pass) -> None:
-        """Removes a pass of your own; on all ranks. The next schedule that is made is made without it."""
+        """Removes one of your passes; on all ranks. The next schedule is made without it."""
         with self._guard("unregister_pass"):
             self._scheduler.unregister_pass(old)
 

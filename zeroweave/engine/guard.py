@@ -29,7 +29,7 @@ class Progress:
         self.step += 1
 
     def resume(self, step: int) -> None:
-        """Goes on behind that many steps."""
+        """Continues after that many steps."""
         self.step = step
 
     def __call__(self) -> tuple[int, int]:
@@ -40,8 +40,8 @@ class Guard:
     """Tells the other ranks about exceptions, and refuses what cannot work after one.
 
     The same exception on all ranks leaves the engine `dirty`: only what is called with `clean=False` (`zero_grad`,
-    `destroy`) works until it is cleaned. An exception on some ranks ends the others, and behind Ctrl-C several ranks
-    cannot go on. An EngineError is a misuse that was refused before anything happened, and leaves the engine as it is.
+    `destroy`) works until it is cleaned. An exception on some ranks ends the others, and after Ctrl-C several ranks
+    cannot continue. An EngineError is a misuse that was refused before anything happened: the engine stays as it is.
     """
 
     def __init__(self, alarm: Alarm, progress: Progress) -> None:
@@ -117,7 +117,7 @@ class Guard:
 
     @property
     def lost(self) -> bool:
-        """Has a failure not been shared by all ranks? Then nothing collective can succeed any more."""
+        """True if a failure has not been shared by all ranks. Then nothing collective can succeed any more."""
         return self.alarm.fatal is not None
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Headroom: does the device have memory left while steps grow? Where it has not, the ranks fill less of it together.
+"""Headroom: where the device has no memory left while steps grow, the ranks fill less of it together.
 
 Nothing here is an error, and nothing depends on when garbage is collected: what counts is the most that was in use at
 once in a window that trains, from its first call until the ranks agree on its step, and how often the device had
-nothing left meanwhile. Whatever lies between windows or is only tried out tells nothing about steps.
+nothing left meanwhile. What happens between windows or is only tried out tells nothing about steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Headroom:
     def __init__(self, wire: Wire, agreements: Agreements, sharing: int) -> None:
         self._wire, self._agreements, self._sharing = wire, agreements, sharing
         self._limit: int | None = None
-        """bytes above which memory is short; None: nobody asks"""
+        """bytes above which memory is short; None: no limit"""
         self._refusals: int | None = None
         """those before the open window; None: it tells nothing"""
         self._peak = 0
@@ -36,18 +36,18 @@ class Headroom:
         """bytes that no schedule can change, as found where memory was short; the same on all ranks"""
 
     def room(self) -> int:
-        """Bytes that may be in use at most; 0 where nobody counts."""
+        """Bytes that may be in use at most; 0 where they are not counted."""
         return self._wire.clock.room(self._sharing)
 
     def foresee(self, costs: Costs) -> Costs:
-        """Costs that were agreed on, with as much beside flats as there was when memory was short: it may come again.
+        """Costs that were agreed on, with as much outside flats as there was when memory was short: it may come again.
 
         When they were measured, some of it may have been there.
         """
         return costs.higher(max(0, self._fixed - fixed(costs))) if self._fixed else costs
 
     def watch(self, costs: Costs | None) -> None:
-        """The next window follows a schedule that was made with a budget by these costs; None: with none of its own."""
+        """The next window follows a schedule that was made with a budget by these costs; None: without a budget."""
         self._limit = None if costs is None else max(costs.room - margin(costs), self._had)
 
     def found_out(self) -> None:
@@ -74,7 +74,7 @@ class Headroom:
             self._agreements.notes.note(SHORT)
 
     def is_short(self) -> bool:
-        """Do all ranks know that memory is short on one of them? True once for each time."""
+        """True if all ranks know that memory is short on one of them. True once for each time."""
         return bool(self._agreements.notes.take((SHORT,)))
 
     def agree(self, costs: Costs, schedule: Schedule) -> Costs:
@@ -86,7 +86,7 @@ class Headroom:
 
 
 def ranks_beside(control: Control, device: torch.device) -> int:
-    """How many ranks compute on this one's GPU; 1 on a CPU, where nobody counts memory. Collective."""
+    """How many ranks compute on this one's GPU; 1 on a CPU, where memory is not counted. Collective."""
     if device.type != "cuda":
         return 1
     mine = machine(), str(torch.cuda.get_device_properties(device).uuid)

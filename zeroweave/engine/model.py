@@ -26,7 +26,7 @@ def specs_of(
     settings: Config,
     optimizer: torch.optim.Optimizer | None,
 ) -> list[ParameterSpec]:
-    """`experts`: `id` of each parameter that not all ranks share. `optimizer`: its groups lie side by side."""
+    """`experts`: `id` of each parameter that not all ranks share. `optimizer`: its groups are adjacent."""
     groups = [] if optimizer is None else optimizer.param_groups
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
 

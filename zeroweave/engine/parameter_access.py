@@ -289,7 +289,7 @@ class ParameterAccess:
         values = state.full_values(self._runtime, self._parts.original_dtypes)
         if self._optimizer is None or not optimizer_state:
             return values, Gathered({})
-        room = Room.now(self._parts.device)  # beside the parameters
+        room = Room.now(self._parts.device)  # what the parameters leave
         return values, self._optimizer.gather(self._runtime.transport, self._control, room)
 
     def give_back(self, values: Mapping[str, torch.Tensor], states: States) -> None:
@@ -321,11 +321,14 @@ class ParameterAccess:
             with self.shown.closed():
                 self._staging.arrive_all()
                 lingering.wait()  # gathers that are under way read the shards
+                trained = [bucket for bucket in self._runtime.buckets.values() if bucket.layout.trainable]
+                for bucket in trained:
+                    bucket.still()
                 with optimizer.shown():
                     yield
-                for bucket in self._runtime.buckets.values():
-                    if bucket.layout.trainable:
-                        bucket.renew()
+                for bucket in trained:
+                    bucket.rewritten()
+                    bucket.renew()
                 lingering.gather_again()
                 self.rewrite_views()
 

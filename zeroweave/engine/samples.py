@@ -33,12 +33,11 @@ _LONGEST: Final = 1000
 
 @dataclass(frozen=True)
 class About:
-    """What an engine tells about itself and its run, beside the times of its steps.
+    """What an engine tells about itself and its run, besides the times of its steps.
 
     model: its class. device: what this rank computes on. config: as `Config.model_dump` has it. seconds: the number of
     each timed step, from 1, and how long it took. losses: the number of each step, and the loss that its gradients are
-    of on this rank, as far as `backward`, `scale` and `train_step` know it. Of both the last thousand; skipped steps
-    count.
+    of on this rank, where `backward`, `scale` or `train_step` knows it. Of both the last thousand; skipped steps count.
     """
 
     rank: int
@@ -71,7 +70,7 @@ _ABOUT: Final = TypeAdapter(About)
 
 class Samples:
     """Times every step of one engine and keeps some in a file: of the last steps that followed the present schedule,
-    nine at most, the one of median duration, and the fastest and the slowest beside it.
+    nine at most, those of median, least and greatest duration.
     """
 
     def __init__(
@@ -100,7 +99,8 @@ class Samples:
         stats: Callable[[], Stats],
         environment: Mapping[str, str] = os.environ,
     ) -> Samples | None:
-        """None where nobody asks. EngineError for a folder that cannot be made, or steps that are no number.
+        """None where `environment` asks for none. EngineError for a folder that cannot be made, or for steps
+        that are no number.
 
         `stats` reads the engine's.
         """

@@ -5,7 +5,7 @@
     steps 3 …        `compile.record_steps` steps whose instructions are timed, while they train
     the step after   the ranks put their costs together, each makes the same better schedule, and all follow it
 
-A step that departs from its schedule is recorded anew, and where it is of a new kind, the same begins for that. What
+A step that departs from its schedule is recorded again, and where it is of a new kind, the same begins for that. What
 was found for other kinds stays: see `schedule.kinds`.
 """
 
@@ -59,7 +59,7 @@ class Scheduler:
         self._kind: WindowKind | None = None
         """of what the next window follows"""
         self._as_expected = False
-        """did the last window follow its schedule?"""
+        """true if the last window followed its schedule"""
         self.timing = Timing(parts, headroom)
         self.seconds = 0.0
         """spent on making schedules"""
@@ -71,13 +71,13 @@ class Scheduler:
 
     @property
     def settled(self) -> bool:
-        """Has the last window followed its schedule, and will that of the next one not change by itself?"""
+        """True if the last window has followed its schedule, and that of the next one will not change by itself."""
         enough = _WARM_STEPS + (self._record_steps if self._automatic else 0)
         return self._as_expected and self._kind is not None and self._kind.followed >= enough
 
     @property
     def foreseen(self) -> int:
-        """Bytes of the device that the next window is expected to need at most; 0 where nobody knows."""
+        """Bytes of the device that the next window is expected to need at most; 0 where that is unknown."""
         kind = self._kind
         if kind is None or kind.costs is None or not kind.costs.peak:
             return 0
@@ -126,7 +126,7 @@ class Scheduler:
         self._headroom.begin()
 
     def register_pass(self, new: Pass, after: str | None) -> None:
-        """Adds a pass behind the one called `after`, or at the end; takes effect with the next schedule."""
+        """Adds a pass after the one called `after`, or at the end; takes effect with the next schedule."""
         names = [getattr(known, "__name__", "") for known in self.passes]
         if after is not None and after not in names:
             raise EngineError(f"there is no pass {after!r}; the passes are {', '.join(names)}")
@@ -134,7 +134,7 @@ class Scheduler:
         self.passes.insert(at, new)
 
     def unregister_pass(self, old: Pass) -> None:
-        """Removes a pass of one's own; takes effect with the next schedule."""
+        """Removes a user's pass; takes effect with the next schedule."""
         if old not in self.passes or old in PASSES:
             own = [getattr(known, "__name__", repr(known)) for known in self.passes if known not in PASSES]
             raise EngineError(f"{old!r} is no registered pass of your own; these are: {', '.join(own) or 'none'}")
@@ -194,7 +194,7 @@ class Scheduler:
         agreed = self._headroom.foresee(found)
         kind.measure(agreed)
         better = self._compile(schedule.record, self.settings, agreed, schedule)
-        # By all ranks: what they have measured on may differ in what waits for nobody, such as moves of activations.
+        # By all ranks: what they have measured on may differ in what waits for no rank, such as moves of activations.
         self._agreements.schedule(better)
         if better.instructions != schedule.instructions:
             self._runtime.restart_peaks()
@@ -214,11 +214,11 @@ class Scheduler:
         self._headroom.watch(kind.costs if kind is not None and self._fills(kind) else None)
 
     def _fills(self, kind: WindowKind) -> bool:
-        """By what is known now, do its schedules fill what is free? Else they are as without a budget."""
+        """True if, by what is known now, its schedules fill what is free. Else they are as without a budget."""
         return self.settings.memory_budget == "auto" and self.settings.memory(kind.costs, kind.measured) is not None
 
     def _fill_less(self, kind: WindowKind) -> bool:
-        """Steps take more memory than was foreseen: the schedule is made anew for what is left. On all ranks.
+        """Steps take more memory than was foreseen: makes a new schedule for what is left. On all ranks.
 
         False where nothing can be spared.
         """
@@ -252,7 +252,7 @@ class Scheduler:
     # ------------------------------------------------------------------ changes that are asked for
     @contextmanager
     def returning(self) -> Iterator[None]:
-        """What is followed now is followed again behind the block. Collective there, between windows."""
+        """What is followed now is followed again after the block. Collective there, between windows."""
         schedule, settings, measured = self.schedule, self.settings, self._measured
         if schedule is None:
             yield
@@ -313,7 +313,7 @@ class Scheduler:
     def plan(self, operations: Operations, changes: Mapping[str, Any]) -> Plan:
         """A schedule that could be followed, made from what was recorded; nothing changes yet."""
         settings, recorded = replace(self.settings, **changes), operations.schedule
-        # Ranks that decided by costs of their own would have other schedules.
+        # Ranks that decided by their own costs would have other schedules.
         costs, measured = (self._headroom.foresee(operations.costs), recorded) if operations.agreed else (None, None)
         schedule = self._asked_for(recorded.record, settings, costs, measured)
         return Plan(self, self._guard, schedule, settings, measured)

@@ -142,7 +142,7 @@ class ScheduleSettings:
     """What of the config decides schedules; see docs/schedule.md.
 
     `keep`: "auto", "none", "all", or names of buckets. `memory_budget`: bytes of device memory, "auto" as
-    `schedule.budget` has it, "none" for no limit of its own. `stage`: has anybody asked for asynchronous saves?
+    `schedule.budget` has it, "none" for no limit. `stage`: true if asynchronous saves have been asked for.
     """
 
     prefetch: int | Literal["auto"]
@@ -213,7 +213,7 @@ class ScheduleSettings:
 
 
 class PlanChanges(TypedDict, total=False):
-    """What of the settings a user changes beside the prefetch; None is no change."""
+    """What of the settings a user changes besides the prefetch; None is no change."""
 
     keep: Keep | None
     memory_budget: int | Literal["auto", "none"] | None
@@ -247,7 +247,7 @@ def settings_of(config: Config) -> ScheduleSettings:
 
 
 def passes_of(config: Config) -> list[Pass]:
-    """The passes of one's own that a config names; ConfigError where they cannot be imported."""
+    """The user's passes that a config names; ConfigError where they cannot be imported."""
     return [_import(name) for name in config.compile.passes]
 
 

@@ -25,14 +25,14 @@ class Snapshot:
 
     These are this rank's shards (the masters), optimizer state and groups, the LR scheduler, module buffers, the
     random numbers of a checkpoint, the schedule, and counters. Tensors and containers stay the same
-    objects, with their contents again; what has come into being since is dropped. Costs a second copy of the shards of
+    objects, with their contents again; what was added since is dropped. Costs a second copy of the shards of
     trained parameters, the optimizer state and the buffers, on their devices.
     """
 
     def __init__(self, parts: EngineContext, window: Window, step: OptimizerStep) -> None:
         self._runtime, device = parts.runtime, parts.device
         self._schedule = self._runtime.replay.schedule
-        self._runtime.transfers.finish()  # what lies in host memory is read there
+        self._runtime.transfers.finish()  # what is in host memory is read there
         self._trained = [b for b in self._runtime.buckets.values() if b.layout.trainable]
         owners = (self._runtime, self._runtime.replay, window, step)
         self._back: list[Callable[[], object]] = [owner.remember() for owner in owners]
@@ -92,8 +92,7 @@ class Snapshot:
             bucket.put(bucket.values())  # what is gathered may be another tensor
             bucket.renew()
         for bucket in self._runtime.buckets.values():
-            if bucket.near is not None:
-                bucket.near.expire()
+            bucket.rewritten()
         standing = [b for b in self._runtime.buckets.values() if b.standing and not b.layout.trainable]
         since = [bucket.id for bucket in standing if self._gathers.get(bucket.id) != bucket.gathers]
         self._runtime.replay.lingering.expire(since)  # it may not be their values that were gathered
@@ -124,7 +123,7 @@ def tried_out(parts: EngineContext, window: Window, step: OptimizerStep, values:
         transport.skip(True)
         if was_open:
             shown.open()
-            transport.skip(True)  # anew: that gather belongs to no step
+            transport.skip(True)  # again: that gather belongs to no step
         yield transport.planned
 
 

@@ -27,12 +27,12 @@ from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.runtime import Runtime
 
 Lent: TypeAlias = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[None]]
-"""Has rank 0's modules show full values, by canonical name; see `ParameterVisibility.lent`."""
+"""Shows full values, by canonical name, in rank 0's modules; see `ParameterVisibility.lent`."""
 
 
 @torch.no_grad()
 def full_values(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """All parameters, full, from the masters, in the given dtypes, on the device. Beside them one bucket at a time."""
+    """All parameters, full, from the masters, in the given dtypes, on the device. Needs room for one more bucket."""
     values: dict[str, torch.Tensor] = {}
     for bucket in runtime.buckets.values():
         views = gather_like(runtime, bucket, bucket.values())
@@ -132,7 +132,7 @@ def changing(parts: EngineContext, loading: bool = False) -> list[str]:
 def of_modules(parts: EngineContext, values: Mapping[str, torch.Tensor], lent: Lent) -> dict[str, Any]:
     """Rank 0's state dict, as its modules make it of `values`, which `stream` has yielded. In host memory.
 
-    Experts that not all ranks share are behind the others, under the names of each.
+    Experts that not all ranks share follow the others, under the names of each.
     """
     grouped = _grouped(parts)
     named = parts.model.named_parameters(remove_duplicate=False)
@@ -166,8 +166,8 @@ def _grouped(parts: EngineContext) -> dict[str, tuple[str, ...]]:
 def stream(parts: EngineContext) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Full parameters (tied ones under each name) and persistent buffers on the CPU of rank 0; nothing elsewhere.
 
-    One bucket is gathered at a time; where each of several groups has its own, each group's in turn. Who leaves early
-    takes part in the other gathers all the same.
+    One bucket is gathered at a time; where each of several groups has its own, each group's in turn. A rank that
+    leaves early still takes part in the other gathers.
     """
     names = _all_names(parts)
     wanted = parts.control.rank == 0
@@ -276,7 +276,7 @@ def _by_modules(given: Mapping[str, Any], parts: EngineContext, lent: Lent) -> d
         try:
             mine = {key: given[key] for key in given if key not in apart} if apart else given
             told = parts.model.load_state_dict(mine, strict=False)
-        except Exception as error:  # whatever it is, the other ranks wait to be told
+        except Exception as error:  # of any kind: the other ranks wait to be told
             raise ParameterError(f"[ZW208] {type(error).__name__}: {error}") from error
         found = full | dict(persistent_buffers(parts.model)) | extra_states(parts.model)
     for key in (*told.missing_keys, *grouped):

@@ -22,9 +22,9 @@ class Memory:
     are gathered. At most at once, since the last change of the schedule by measured times or by `engine.reschedule`:
     `gradients`, the reduced ones; `local_sums`, what backwards without a reduction have added up; `flats_peak`, all
     flats that were unsharded; `gradient_flats_peak`, the gradient flats of reductions in flight. `symmetric`: the
-    places at fixed addresses; flats lie there, and they stay. `graphs`: what CUDA graphs hold for their replays, beside
-    the tensors that lie there. With offload, what is gathered of a master in host memory counts as a shard; `host_…` is
-    what of the same figures lies in host memory.
+    places at fixed addresses; flats are stored there, and they stay. `graphs`: what CUDA graphs hold for their replays,
+    besides the tensors that are stored there. With offload, what is gathered of a master in host memory
+    counts as a shard; `host_…` is what of the same figures is in host memory.
     """
 
     shards: int
@@ -57,7 +57,7 @@ class Memory:
         masters = [home for home in homes if home.wider]
         sources = [home for home in homes if not home.wider or home.on_host]
         return cls(
-            shards=sum(home.source.nbytes for home in sources) + sum(each.nbytes for each in near),
+            shards=sum(home.source.nbytes for home in sources) + sum(each.values.nbytes for each in near),
             masters=sum(tensor.nbytes for home in masters for tensor in home.at_rest),
             optimizer=0 if optimizer is None else optimizer.memory(),
             gradients=runtime.gradients.settled.peak,
@@ -74,7 +74,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of everything that PyTorch has on the device of this rank; 0 where nobody counts.
+    """Bytes of everything that PyTorch has on the device of this rank; 0 where PyTorch does not count.
 
     At most so far: `allocated`, for tensors, and `reserved`, of the device. `foreseen`: allocated at most in a step
     that follows the present schedule, by what was measured; 0 before that. `budget`: what of it flats, reductions

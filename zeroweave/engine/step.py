@@ -40,7 +40,7 @@ class OptimizerStep:
         self._window, self._scaler, self._scheduler, self._shown = window, scaler, scheduler, shown
         self._adaptive, self.lr_scheduler = adaptive, lr_scheduler
         self.applied = False
-        """did the last `step()` run the optimizer?"""
+        """true if the last `step()` ran the optimizer"""
         self.skipped = 0
         """steps that did not, because gradients were not finite"""
         self.executed: tuple[Instruction, ...] = ()
@@ -64,7 +64,7 @@ class OptimizerStep:
         return self._scaler.loss_scale.state()
 
     def resume(self, skipped: int, scale: Mapping[str, float]) -> None:
-        """Goes on behind that many skipped steps, with a loss scale."""
+        """Continues after that many skipped steps, with a loss scale."""
         self.skipped = skipped
         self._scaler.loss_scale.resume(scale)
 
@@ -107,7 +107,7 @@ class OptimizerStep:
         self.applied = applies
 
     def _arrive(self) -> bool:
-        """The window's computations are over, and all is reduced. Did they follow the schedule?"""
+        """Ends the window's computations and reductions. True if they followed the schedule."""
         self._runtime.note_backward()  # an unfinished backward is an error
         self._runtime.reduce_rest()
         replay = self._runtime.replay
@@ -141,7 +141,7 @@ class OptimizerStep:
         return {**found, **clipping(self._scaler.limits)}
 
     def _nonfinite(self) -> bool:
-        """Are gradients of this rank infinite or NaN? False where nobody looks."""
+        """True if gradients of this rank are infinite or NaN. False where they are not checked."""
         return self._scaler.checks and self._scaler.nonfinite()
 
     def _update(self, absent: dict[int, frozenset[int]]) -> None:
@@ -186,7 +186,7 @@ class OptimizerStep:
 
     # ------------------------------------------------------------------ steps that are skipped
     def _may_apply(self, nonfinite: bool) -> bool:
-        """Does the optimizer step take place? Counts, logs and adapts the loss scale where it does not.
+        """True if the optimizer step takes place. Else counts, logs and adapts the loss scale.
 
         `nonfinite`: some rank's gradients are not finite; the same on all ranks. NonFiniteError where that is asked
         for, and a lower loss scale would not help.

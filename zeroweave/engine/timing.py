@@ -56,7 +56,7 @@ class Timing:
 
     @property
     def is_on(self) -> bool:
-        """Are the instructions of the open window timed?"""
+        """True if the instructions of the open window are timed."""
         return self._timeline is not None
 
     def window_ended(self, applied: bool) -> Step | None:

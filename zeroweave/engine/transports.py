@@ -40,7 +40,7 @@ class Communicators:
     def transports(self) -> dict[str, Transport]:
         """The transports over `group` and over the sharding groups, whose communicators are made here.
 
-        They let go of all groups with the engine's end, and those that are made here end then; see `groups_at_end`.
+        They release all groups with the engine's end, and those that are made here end then; see `groups_at_end`.
         """
         control, own_ends = self.control, ExitStack()
         groups_at_end(self.ends, own_ends, self.device, lambda: control.broken is not None)
@@ -71,10 +71,8 @@ def gather_by(
     Collective. The communicators are made here.
     """
     control, device = communicators.control, communicators.device
-    if communicators.replicas > 1:
-        return Places(), Choice("sharding.group_size: the ranks of a group gather by kernel")
     largest = max((b.nbytes for b in layouts), default=0)
-    if why := refused(asked, control, device, largest):
+    if why := refused(asked, control, device, largest, communicators.replicas):
         return Places(), Choice(why)
     engines = CopyEngines(control, device)
     places = Places(

@@ -23,7 +23,7 @@ def untraced(method: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(method)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_dynamo_compiling():
-            # What the engine compiles itself is compiled in there as ever. Made here: it imports all of Dynamo.
+            # What the engine compiles itself is compiled in there as usual. Made here: it imports all of Dynamo.
             return torch.compiler.disable(method, reason=_REASON)(*args, **kwargs)
         return method(*args, **kwargs)
 

@@ -4,7 +4,7 @@
     with engine.coalesce_grad_reduction():  backwards inside add up locally; the end of the block reduces for all
 
 Both are a flag that a backward reads when it begins, at every stage, compiled or eager: it decides between a bucket's
-reduction and a local sum, and nothing is traced anew.
+reduction and a local sum, and nothing is traced again.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class Window(Observer):
         self._backwards = 0
         """backwards that have trained since the last `step()`"""
         self.said: bool | None = None
-        """does the present micro-step end the window, as the caller has said? None: they are counted"""
+        """true if the present micro-step ends the window, as the caller has said; None: they are counted"""
         self.defers: Block | None = None
         """the block that the program is in, if its backwards do not reduce"""
         self._coalesced = False
-        """does the window hold what a block has reduced? Then the next `step()` is its end"""
+        """true if the window holds what a block has reduced; then the next `step()` is its end"""
         self._scaled = False
-        """was the loss of the present backward scaled, or the engine asked to?"""
+        """true if the loss of the present backward was scaled, or the engine was asked to"""
         self._warned = False
-        """was it said that a loss was not?"""
+        """true if a warning has said that a loss was not"""
 
     @property
     def steps(self) -> int:
@@ -62,7 +62,7 @@ class Window(Observer):
 
     @property
     def begins(self) -> bool:
-        """Would a backward now be the first of a window?"""
+        """True if a backward now would be the first of a window."""
         return not self._steps and self._parts.between_windows
 
     def remember(self) -> Callable[[], None]:
@@ -75,7 +75,7 @@ class Window(Observer):
         return back
 
     def resume(self, micro_steps: int) -> None:
-        """Goes on behind that many micro-steps, with a new window."""
+        """Continues after that many micro-steps, with a new window."""
         self.micro_steps = micro_steps
 
     def window_began(self) -> None:
@@ -123,7 +123,7 @@ class Window(Observer):
             self._parts.agreements.backward()
 
     def _warn_unscaled(self) -> None:
-        """A plain `loss.backward()`: said once where that looks unintended."""
+        """A plain `loss.backward()`: warns once where it looks unintended."""
         scale, steps = self._scaler.loss_scale.value, self.divisor
         missing = [f"divide by gradient_accumulation_steps ({steps})"] if steps > 1 else []
         missing += [f"multiply by the loss scale ({scale:g})"] if scale != 1.0 else []
@@ -163,7 +163,7 @@ class Window(Observer):
 
     # ------------------------------------------------------------------ its end
     def is_boundary(self) -> bool:
-        """Does the optimizer step follow the present backward?"""
+        """True if the optimizer step follows the present backward."""
         if self.said is not None:
             return self.said
         if self.defers == "coalesce_grad_reduction":
@@ -175,7 +175,7 @@ class Window(Observer):
         self.said = is_boundary
 
     def ends(self) -> bool:
-        """`step()` is called, unless it is refused. Does it end the window?"""
+        """`step()` is called, unless it is refused. True if it ends the window."""
         if self._parts.optimizer is None:
             raise EngineError("[ZW405] step() needs an optimizer: pass one to zeroweave.initialize")
         self.refuse_inside("step()", profiling=False)
@@ -200,7 +200,7 @@ class Window(Observer):
             self._runtime.abort()
             self._runtime.next_window(schedule)
             strays = [bucket.forget_strays(int(self._shown.is_open)) for bucket in self._runtime.buckets.values()]
-            if broken or any(strays):  # nobody knows what is in memory now
+            if broken or any(strays):  # what is in memory now is unknown
                 self._runtime.replay.lingering.let_go()
             self._scheduler.abort()
             self._shown.reset()

@@ -38,7 +38,7 @@ def compared(
     """Which values the ranks do not share, and so do not keep, in words; "" where they share all. Collective.
 
     And of each value, whether any rank has written it. `names`: of the values, with the number of sharding groups that
-    have one of that name, which need not share it; `mine`: their digests here; `wrote`: did this rank write them? A
+    have one of that name, which need not share it; `mine`: their digests here; `wrote`: true if this rank wrote them. A
     rank that has nothing to compare any more calls `gives_up` instead.
     """
     packed = b"".join(bytes([w]) + d for w, d in zip(wrote, mine, strict=True))

@@ -77,8 +77,8 @@ class ZeroweaveAccelerator(Accelerator):
     """An `accelerate.Accelerator` that trains one model with a zeroweave engine, and evaluates others with theirs.
 
     `zeroweave_config`: what `zeroweave.initialize` takes as config. All else are Accelerate's arguments;
-    `mixed_precision` becomes `precision.autocast`. UnsupportedError or ConfigError, by name, for what cannot be had
-    with an engine. Methods that are not here are Accelerate's own.
+    `mixed_precision` becomes `precision.autocast`. UnsupportedError or ConfigError, by name, for what engines do not
+    support. Methods that are not here are Accelerate's own.
     """
 
     _models: list[Any]
@@ -180,7 +180,7 @@ class ZeroweaveAccelerator(Accelerator):
         raise UnsupportedError("clip_grad_value_(): gradients are sharded over the ranks; use clip_grad_norm_()")
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Nothing is left to do: whatever the engine shows of gradients is without the loss scale."""
+        """Does nothing: all gradients that the engine shows are without the loss scale."""
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
         """UnsupportedError on several ranks: all of them take the same steps."""
@@ -231,7 +231,7 @@ class ZeroweaveAccelerator(Accelerator):
     def load_state(
         self, input_dir: StrPath | None = None, load_kwargs: dict[str, Any] | None = None, *, strict: bool = True
     ) -> None:
-        """Goes on where `save_state` was called, at any stage, bit by bit on the same number of ranks. Collective.
+        """Continues where `save_state` was called, at any stage, bit by bit on the same number of ranks. Collective.
 
         Engines are loaded first: CheckpointError, before anything has changed, where one cannot be. `strict`: as
         `Engine.load` has it.
@@ -305,7 +305,7 @@ def _model_of(optimizers: Sequence[torch.optim.Optimizer], args: Iterable[Any]) 
 
 def _refuse_dummies(args: Iterable[Any]) -> None:
     for name in (type(each).__name__ for each in args):
-        if name in ("DummyOptim", "DummyScheduler"):  # Accelerate has them only beside DeepSpeed
+        if name in ("DummyOptim", "DummyScheduler"):  # Accelerate has them only for DeepSpeed
             raise UnsupportedError(
                 f"{name} stands for a section of a DeepSpeed config: pass an optimizer, or a scheduler, of torch"
             )

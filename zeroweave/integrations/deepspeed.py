@@ -34,7 +34,7 @@ _OWN: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     "adagrad": torch.optim.Adagrad,
     "lion": Lion,
 }
-"""The optimizers that DeepSpeed has classes of its own for. It compares their names without case."""
+"""The optimizers that DeepSpeed has its own classes for. It compares their names without case."""
 _ABSENT: Final = {
     **dict.fromkeys(("lamb", "onebitlamb"), "it needs norms of whole parameters, which no rank has: AdamW is nearest"),
     **dict.fromkeys(("onebitadam", "zerooneadam"), "gradients are not sent as single bits: AdamW is nearest"),

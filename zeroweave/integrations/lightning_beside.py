@@ -1,4 +1,4 @@
-"""What Fabric's strategy and the Trainer's share: checkpoints beside Lightning's, precisions, and what is refused."""
+"""What Fabric's strategy and the Trainer's share: checkpoints next to Lightning's, precisions, and what is refused."""
 
 from __future__ import annotations
 

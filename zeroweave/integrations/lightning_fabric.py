@@ -102,7 +102,7 @@ class ZeroweaveFabricStrategy(DDPStrategy):
         self.precision.post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """The optimizer step of the engine, behind `closure` if there is one; returns what that did. Collective."""
+        """The optimizer step of the engine, after `closure` if there is one; returns what that did. Collective."""
         if optimizer is not self.engine.optimizer:
             raise EngineError(
                 f"[ZW802] a step of {type(optimizer).__name__}, which fabric.setup was not given with the model"
@@ -173,7 +173,7 @@ class ZeroweaveFabricStrategy(DDPStrategy):
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Goes on where `save_checkpoint` was called, at any stage and on any number of ranks; returns what is left.
+        """Continues where `save_checkpoint` was called, at any stage and on any number of ranks; returns what is left.
 
         Files of other strategies, with full state dicts, are taken as well. Every byte of an engine's checkpoint is
         checked before anything changes. Collective.
@@ -220,7 +220,7 @@ def _engine_of(module: nn.Module) -> Engine:
 
 
 def _split(state: Mapping[str, Any]) -> tuple[ZeroweaveModel, dict[str, Any]]:
-    """The model in `state`, and what neither it nor its optimizer is."""
+    """The model in `state`, and all of `state` but it and its optimizer."""
     models = [value for value in state.values() if isinstance(value, ZeroweaveModel)]
     if len(models) != 1:
         raise EngineError(

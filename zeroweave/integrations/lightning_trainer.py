@@ -125,7 +125,7 @@ class ZeroweaveStrategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """The LightningModule becomes an engine, with its optimizer if it is to be fitted. Collective.
 
-        An engine that an earlier call has left is evaluated as it is; for another fit it is destroyed, and made anew.
+        An engine that an earlier call has left is evaluated as it is; for another fit it is destroyed, and made again.
         """
         self.accelerator.setup(trainer)
         if self._layer_sync is not None:
@@ -171,7 +171,7 @@ class ZeroweaveStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Through the engine; of a LightningModule that steps by itself, outside of it, as its submodules' own calls.
 
-        Backward and step, which that calls inside, do not belong into a forward.
+        Its calls of backward and step do not belong into a forward.
         """
         if self.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Pretrained models of transformers, straight from their files into shards.
 
-transformers 5 renames, merges and splits weights as it loads them: the experts of a mixture, for instance, lie apart in
-the files, and in the model they are one tensor. transformers 4 has no such rules. `get_model_conversion_mapping` tells
+transformers 5 renames, merges and splits weights as it loads them: the experts of a mixture, for instance, are several
+tensors in the files and one in the model. transformers 4 has no such rules. `get_model_conversion_mapping` tells
 them. It has no page in transformers' documentation: this is the only module that knows it.
 """
 
@@ -72,12 +72,12 @@ class ConvertedWeights:
         self._makes: dict[str, str] = {}
         """a name in the model -> its group"""
         self._made: dict[str, torch.Tensor] = {}
-        """what a group has made together with others, and nobody has asked for yet"""
+        """what a group has made together with others, and was not asked for yet"""
         self._sort()
 
     @property
     def differ(self) -> bool:
-        """Whether the files have other names, or other pieces, than the model."""
+        """True if the files have other names, or other pieces, than the model."""
         return any(rule is not None or members[0][0] != name for name, (rule, members) in self._groups.items())
 
     def check(self) -> None:

@@ -42,7 +42,7 @@ class ZeroweaveModel(nn.Module):
         return output if self._convert is None else self._convert(output)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients that wait. Where none do, as behind each step, nothing happens."""
+        """Drops the gradients that wait. Where none do, as after each step, nothing happens."""
         drop(self.engine, super().zero_grad)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -63,7 +63,7 @@ def drop(engine: Engine, zero_grad: Callable[[], None]) -> None:
 
 
 def settings_of(given: ConfigLike | None, library: str) -> Config:
-    """The config that was `given`. ConfigError for what `library` decides, or keeps, beside an engine."""
+    """The config that was `given`. ConfigError for what `library` decides, or keeps, when it has an engine."""
     config = Config.load(given)
     if config.gradient_accumulation_steps != 1:
         raise ConfigError(

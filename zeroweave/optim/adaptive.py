@@ -1,9 +1,9 @@
-"""How much of the optimizer's states the device has room for beside everything else.
+"""How much of the optimizer's states the device has room for next to everything else.
 
     until the schedule stays    all states live in host memory
     the next two whole steps    their peak is measured
-    then                        states move to the device, bucket by bucket, as far as the budget goes beyond the peak
-    later                       states move back if a step has gone over the budget; a new schedule begins it all anew
+    then                        states move to the device, bucket by bucket, until they and the peak fill the budget
+    later                       states move back if a step has gone over the budget; a new schedule begins this again
 
 No collective depends on where states live, so each rank decides for itself.
 """
@@ -21,7 +21,7 @@ _MEASURED: Final = 2
 class Adaptive:
     """Moves states between the memories. `memory_budget`: bytes of the device.
 
-    `peak()`: most bytes of the device that were in use at once since `restart()`; always 0 where nobody counts, and the
+    `peak()`: most bytes of the device that were in use at once since `restart()`; always 0 without a count, and the
     budget is then for the states alone.
     """
 

@@ -17,7 +17,7 @@ from zeroweave.optim.states import uncuttable
 from zeroweave.parameters.foreign import own_parameters
 
 # Optimizers that compute each element by itself, and whose state, step counters included, belongs to single
-# parameters: some of these can be stepped without the others. Exact types; a subclass may do things of its own.
+# parameters: some of these can be stepped without the others. Exact types; a subclass may do other things.
 ELEMENT_WISE = frozenset({Lion}).union(
     getattr(torch.optim, name)
     for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()

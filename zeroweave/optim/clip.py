@@ -16,7 +16,7 @@ def sum_of_squares(norms: Sequence[torch.Tensor], device: torch.device | None = 
     """The sum of squares of all elements on this rank, by the norms of their tensors: fp64, 0-dim, on their device.
 
     Squares are added in fp64, where they neither overflow nor depend on the number of buckets and ranks in the digits
-    that fp32 shows. Infinities and NaNs pass through. `device` is where the zero of an empty list lies.
+    that fp32 shows. Infinities and NaNs pass through. `device` is that of the zero of an empty list.
     """
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -33,6 +33,6 @@ def total_norm(local: torch.Tensor, all_reduce: Callable[[torch.Tensor], object]
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """What gradients are multiplied by to have at most `max_norm`: fp32, 0-dim, at most 1, as in torch.
 
-    Of a norm that is not finite it is 0 or NaN, as in torch; whoever skips such steps looks at the norm.
+    Of a norm that is not finite it is 0 or NaN, as in torch; a caller that skips such steps looks at the norm.
     """
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -9,17 +9,17 @@ What is not zero never becomes a second moment of zero: updates are divided by i
 code; second ones up or down by chance, with the probability of how near each is (see `comm.rounding.noise_`). They
 change by a thousandth in a step, less than half the way to the next code, and would stay what they once were.
 
-Measured beside float32 moments of the same gradients, in 500 steps of the demo model in bfloat16 (the error of updates
+Compared with float32 moments of the same gradients, in 500 steps of the demo model in bfloat16 (the error of updates
 is that of their norm):
 
                                          roots of second moments      error of updates
     as above                             0.1 % too low                 4.6 %
-    nearest codes for both               4.5 % too low, ever more so  10.4 %
+    nearest codes for both               4.5 % too low, and growing   10.4 %
     chance for both                      0.1 % too low                 4.9 %
     first: linear, or cubes              0.1 % too low                 5.2 %, or 4.8 %
     second: logarithms of equal range    0.2 % too high                9.5 %
 
-What a code means is coded as that code again, whatever the noise: where nothing has changed, nothing changes.
+What a code means is coded as that code again, with any noise: where nothing has changed, nothing changes.
 
 Blocks are those of the flat: slots and shards begin at multiples of 128 bytes, which are 64 bfloat16. So a block is of
 one parameter, and the same on any number of ranks. Chance is that of a place in the flat: it is the same wherever a

@@ -1,10 +1,10 @@
 """The moments of a bucket in 8 bits an element: between two updates the optimizer's state has none in float32.
 
     land     the update finds them in float32: `optimizer.state` refers to them
-    lower    they are coded, see `optim.codes`, and `optimizer.state` lets go of them
+    lower    they are coded, see `optim.codes`, and `optimizer.state` drops them
 
-Step counters, and whatever else an optimizer keeps, stay in its state. That decides: where it has no step counter of a
-parameter, since somebody has emptied it for instance, there are no moments either.
+Step counters, and all else that an optimizer keeps, stay in its state. That decides: where it has no step counter of a
+parameter, since the program has emptied it for instance, there are no moments either.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zeroweave.runtime.bucket import Bucket
 CODES: Final[Mapping[str, torch.dtype]] = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 """What is coded, by its key, and how."""
 _OPTIMIZERS: Final = frozenset({torch.optim.Adam, torch.optim.AdamW})
-"""Exact types: a subclass may do things of its own."""
+"""Exact types: a subclass may do other things."""
 _REFUSED: Final[Mapping[str, str]] = {
     "amsgrad": "with precision.optimizer 'compact' it has to be False: largest moments would grow with each rounding"
 }
@@ -88,7 +88,7 @@ class CompactMoments:
                 held[key] = self._bucket.fragment(self._lifted[key], slot)
 
     def drop(self) -> None:
-        """The state lets go of the copies; what was coded stays as it is."""
+        """The state drops the copies; what was coded stays as it is."""
         for slot, keys in self.slots.items():
             held = self._optimizer.state[self._fragments.parameters[slot]]
             for key in keys:
@@ -96,7 +96,7 @@ class CompactMoments:
         self._lifted = {}
 
     def lose(self) -> None:
-        """The same after an update that cannot be coded. What the optimizer began with it begins anew."""
+        """The same after an update that cannot be coded. What the optimizer began with it begins again."""
         self.drop()
         for moment in self._moments():
             moment.held.clear()
@@ -109,7 +109,7 @@ class CompactMoments:
             if key not in self._lifted:
                 self._lifted[key] = torch.zeros(self._fragments.numel, dtype=torch.float32, device=value.device)
             lifted = self._lifted[key]
-            if storage_key(value) != storage_key(lifted):  # somebody has just put it there
+            if storage_key(value) != storage_key(lifted):  # the optimizer or the program has just put it there
                 moment.view(lifted).copy_(value)
         for key, values in self._lifted.items():
             coded = self.coded.get(key) or Coded.zeros(values.numel(), CODES[key], values.device)

@@ -1,4 +1,4 @@
-"""The fragments of a bucket: what of each parameter lies in this rank's shard, as the optimizer sees it."""
+"""The fragments of a bucket: what of each parameter is in this rank's shard, as the optimizer sees it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zeroweave.runtime.bucket import Bucket
 
 
 class Fragments:
-    """One `nn.Parameter` per slot, each a 1-D view of the bucket's shard, empty where nothing lies here.
+    """One `nn.Parameter` per slot, each a 1-D view of the bucket's shard, empty where this rank has no element.
 
     They view the shard, without memory while that has none, or what `point` says. The shard is the master: it has at
     least float32 where its parameters are trained. An empty fragment never gets a gradient, so optimizers skip it and
-    keep no state for it. Costs no memory beside the shard.
+    keep no state for it. Costs no memory besides the shard.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -50,7 +50,7 @@ class Fragments:
             parameter.grad = pieces[piece] if piece is not None and slot not in absent else None
 
     def drop_gradients(self) -> None:
-        """Lets go of the gradient."""
+        """Drops the gradient."""
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -22,10 +22,10 @@ class Groups:
     ) -> None:
         self._optimizer, self._fragments = optimizer, fragments
         self._users = users
-        """empty once they are given back"""
+        """empty once they are returned"""
         self._members = [list(map(id, group)) for group in users]
         self._packing = False
-        """does PyTorch put a state dict together?"""
+        """true while PyTorch puts a state dict together"""
 
     @property
     def at_rest(self) -> bool:

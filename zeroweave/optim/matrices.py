@@ -1,10 +1,10 @@
 """Whole matrices around an update: fragments travel to the matrix's owner, and come back when it was updated.
 
     in      each rank sends what it has of gradient, master and states of a matrix to the owner: one all-to-all a bucket
-    update  the owner's optimizer has the matrix as one parameter of its own shape; no other rank's has it
+    update  the owner's optimizer has the matrix as one parameter, in its shape; no other rank's has it
     out     the owner sends each rank what is new of its fragments of master and states: one all-to-all a bucket
 
-At rest nothing is whole, so whatever reads or writes states finds fragments, as of any other parameter. Buckets travel
+At rest nothing is whole, so what reads or writes states finds fragments, as of any other parameter. Buckets travel
 in the order that the caller gives, which is the same on all ranks, and with them goes what all ranks know of each
 other: which states a matrix has, and of which dtypes. They tell each other on the host when an optimizer has made
 its first ones, when states were loaded, and with each update where one value, such as a step counter, belongs to a
@@ -57,7 +57,7 @@ class Kind(NamedTuple):
 
     role: Role
     key: Any
-    """of the optimizer's state; None beside it"""
+    """of the optimizer's state; None for gradient and master"""
     dtype: torch.dtype
 
 
@@ -77,7 +77,7 @@ class Piece(NamedTuple):
     start: int
 
     def of(self, message: torch.Tensor) -> torch.Tensor:
-        """The piece, 1-D, as it lies in a message (uint8)."""
+        """The piece, 1-D, as it is in a message (uint8)."""
         nbytes = self.fragment.numel * self.kind.dtype.itemsize
         return message.narrow(0, self.start, nbytes).view(self.kind.dtype)
 
@@ -154,7 +154,7 @@ class Matrices:
         }
         """what this rank's optimizer steps: empty but for the time of an update"""
         self._known: Known | None = None
-        """None: nobody has told yet, or others than updates have written states"""
+        """None: the ranks have not told each other yet, or others than updates have written states"""
         self._ways: dict[tuple[int, tuple[Cargo, ...]], Route] = {}
 
     def stepped(self, bucket: int, slot: int, fragment: nn.Parameter) -> nn.Parameter | None:
@@ -172,7 +172,7 @@ class Matrices:
         """Inside, this rank's matrices of these buckets are whole; afterwards all fragments are what became of them.
 
         Collective; the buckets in the same order on all ranks. Those of `absent` have no gradient, and stay. The
-        fragments have their gradients, and fragments and states lie on the device. ParameterError on all ranks for
+        fragments have their gradients, and fragments and states are on the device. ParameterError on all ranks for
         states that cannot be cut.
         """
         slots = {bucket: sorted(slot for b, slot in self.owners if b == bucket) for bucket in buckets}
@@ -238,7 +238,7 @@ class Matrices:
         return self.owned[place].detach().contiguous(), state
 
     def _of_fragment(self, bucket: int, piece: Piece) -> torch.Tensor:
-        """A piece as this rank has it, 1-D. ParameterError for a state that somebody has taken away."""
+        """A piece as this rank has it, 1-D. ParameterError for a state that was removed."""
         place = bucket, piece.slot
         fragment, (role, key, _) = self._fragment(place), piece.kind
         if role == "gradient":
@@ -283,7 +283,7 @@ class Matrices:
     def _send(
         self, bucket: int, payload: int, outgoing: _Loads, incoming: _Loads, source: _Source
     ) -> tuple[Pending, torch.Tensor]:
-        """Begins to send what `source` has of each piece; what comes lies in the tensor, see `_views`."""
+        """Begins to send what `source` has of each piece; what comes is in the tensor, see `_views`."""
         sent, received = ([nbytes for _, nbytes in loads] for loads in (outgoing, incoming))
         mine, out = (torch.empty(sum(n), dtype=torch.uint8, device=self._device) for n in (sent, received))
         _copy((view, source(bucket, piece)) for piece, view in _views(outgoing, mine))
@@ -347,7 +347,7 @@ class Matrices:
 
 
 def _views(loads: _Loads, buffer: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """The pieces of messages that lie one behind the other, and where they lie."""
+    """The pieces of messages that follow each other, and the memory of each."""
     start = 0
     for pieces, nbytes in loads:
         for piece in pieces:
@@ -381,7 +381,7 @@ def _words(told: Mapping[Any, Told]) -> str:
 
 
 def _value(entry: Told, device: torch.device) -> Any:
-    """One's own copy of what belongs to a whole matrix."""
+    """A copy of what belongs to a whole matrix."""
     if isinstance(entry.value, torch.Tensor):
         return entry.value.to(device if entry.on_device else "cpu", copy=True)
     return copy.copy(entry.value)

@@ -24,7 +24,7 @@ def serve(
     shown: Callable[[str], AbstractContextManager[None]],
     ends: ExitStack,
 ) -> None:
-    """Has both methods see fragments, in the context `shown(call)`, until `ends`. In a step they see these anyway."""
+    """Shows both methods fragments, in the context `shown(call)`, until `ends`. In a step they see these anyway."""
     for member in members_of(optimizer):
         for mode in modes_of(member):
             vars(member).update({mode: _seeing(getattr(member, mode), groups, shown, f"optimizer.{mode}()")})

@@ -1,7 +1,7 @@
 """Updates in one pass: a kernel reads gradient, master and moments of a range of a shard, and writes the latter.
 
 It is for optimizers of torch whose rule is known here, on GPUs. They keep their states, options and step counters, as
-if they had made the step. A range is what lies side by side in a shard of one group of parameters, at one step.
+if they had made the step. A range is what is adjacent in a shard, of one group of parameters, at one step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Range(NamedTuple):
     versions: tuple[int, ...]
     """how often each of these had been written"""
     step: int
-    """how many it has behind it"""
+    """how many it has made"""
     first: bool
 
     @property
@@ -64,7 +64,7 @@ class Range(NamedTuple):
         return self.slots[-1].stop
 
     def holds(self, now: Mapping[Any, State]) -> bool:
-        """Has the optimizer, with the states that it has `now`, still those tensors, and counters as they were left?"""
+        """True if the optimizer, with its states of `now`, still has those tensors, and counters as they were left."""
         same = all(now.get(slot.fragment) is state for slot, state in zip(self.slots, self.states, strict=True))
         held = same and all(state.get(key) is tensor for state, key, tensor in self.held)
         return held and _versions(self.steps) == self.versions
@@ -102,7 +102,7 @@ class OnePass:
         """of offloaded buckets: bucket id -> slot -> step counter, its version, its value: the device is not asked"""
 
     def takes(self, bucket: int) -> bool:
-        """Whether the bucket can be updated here, as its options are now. Else the optimizer steps itself."""
+        """True if the bucket can be updated here, as its options are now. Else the optimizer steps itself."""
         if self._rule is None or self._buckets[bucket].shard.dtype != torch.float32:
             return False
         return all(self._rule.fits(group) for group in self._optimizer.param_groups)
@@ -145,7 +145,7 @@ class OnePass:
             behind |= {slot.slot: (counter, then, each.step) for slot, counter, then in counted}
 
     def forget(self, buckets: Iterable[int]) -> None:
-        """Somebody else writes into the states of these: step counters may stay the same tensors with other numbers."""
+        """Other code writes into the states of these: step counters may stay the same tensors with other numbers."""
         for bucket in buckets:
             self._known.pop(bucket, None)
             self._behind.pop(bucket, None)
@@ -183,7 +183,7 @@ class OnePass:
                 yield self._range(bucket, slots, *kind[1:])
 
     def _step(self, bucket: int, slot: _Slot, group: Mapping[str, Any], state: State) -> int:
-        """How many steps a slot has behind it. Waits for the device where only that knows."""
+        """How many steps a slot has made. Waits for the device where only that knows."""
         if "step" not in state:
             home = slot.fragment.device if _on_device(group) else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=home)
@@ -217,7 +217,7 @@ def _on_device(group: Mapping[str, Any]) -> bool:
 
 
 def _side_by_side(slots: Sequence[_Slot], states: Sequence[State], key: str) -> torch.Tensor:
-    """One tensor of which the states' are views, each at its slot's place. It is made where there is none yet."""
+    """One tensor of which the states' are views, each at its slot's place. It is made if need be."""
     base, tensors = slots[0].start, [state.get(key) for state in states]
     numel = slots[-1].stop - base
     first = tensors[0]

@@ -22,7 +22,7 @@ Options = Mapping[str, Mapping[str, object]]
 
 
 def shared_options(optimizer: torch.optim.Optimizer, groups: Collection[int]) -> dict[str, dict[str, object]]:
-    """Those of the groups of these numbers, as far as they can be compared without asking a device."""
+    """Those of the groups of these numbers, without what only a device can compare."""
     return {
         f"param_groups[{index}]": {name: comparable(group[name]) for name in NAMES if name in group}
         for index, group in enumerate(optimizer.param_groups)
@@ -36,7 +36,7 @@ def clipping(limits: Sequence[float]) -> dict[str, dict[str, object]]:
 
 
 def comparable(value: Any) -> object:
-    """A float, also of a tensor in host memory, or a list of such; None for whatever cannot be compared."""
+    """A float, also of a tensor in host memory, or a list of such; None for what cannot be compared."""
     if type(value) is float:
         return value
     if isinstance(value, list | tuple):

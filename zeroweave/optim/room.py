@@ -1,4 +1,4 @@
-"""Is there room for the optimizer's state of whole parameters, and in which memory? Every rank is to have all of it.
+"""Which memory has room for the optimizer's state of whole parameters. Every rank is to have all of it.
 
 It goes where the engine computes if every rank has the room there, else to host memory if every machine has it for all
 of its ranks. Otherwise no rank gets it. Numbers only; `Room.now` alone looks at the machine.
@@ -32,7 +32,7 @@ class Room(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> Room:
-        """Local. What torch's allocator has cached is given back first, so that it counts as free."""
+        """Local. What torch's allocator has cached is released first, so that it counts as free."""
         if device.type != "cuda":
             return cls(machine(), available())
         torch.cuda.empty_cache()
@@ -45,11 +45,11 @@ class Need(NamedTuple):
     """The memory that a rank needs for the state, in bytes."""
 
     host: int = 0
-    """if it lies in host memory"""
+    """if it is in host memory"""
     device: int = 0
-    """if it lies on the device: what torch's allocator takes for it at most"""
+    """if it is on the device: what torch's allocator takes for it at most"""
     passing: int = 0
-    """beside it, where the engine computes, while it is gathered"""
+    """in addition, where the engine computes, while it is gathered"""
 
     @classmethod
     def of(cls, kept: Iterable[int], gathered: Iterable[int]) -> Need:

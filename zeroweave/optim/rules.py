@@ -32,7 +32,7 @@ class Launch(NamedTuple):
     gradient: Scaled
     moments: Sequence[torch.Tensor]
     first: bool
-    """were they just made?"""
+    """true if they were just made"""
     options: Mapping[str, Any]
     """of the group"""
     step: int
@@ -43,7 +43,7 @@ class Launch(NamedTuple):
     """of its first element, in the flat"""
 
     def issue(self, kernels: Kernels, own: Own) -> None:
-        """Launches the kernel with what all kernels take, and its own. What is not there the gradient stands in for."""
+        """Launches the kernel with what all kernels take, and its own. The gradient replaces what is not there."""
         factor, values = self.gradient.factor, self.gradient.values
         scalars = values if self.scalars is None else self.scalars
         own.kernel[kernels.programs(values.numel())](
@@ -65,7 +65,7 @@ class Own(NamedTuple):
 
 
 class Kernels(Protocol):
-    """What `_triton.rules` has, or what stands in for it."""
+    """What `_triton.rules` has, or what replaces it."""
 
     BLOCK: int
     adagrad: Any
@@ -81,12 +81,12 @@ class Rule(Protocol):
     """How one class of optimizers updates."""
 
     counts: bool
-    """has it step counters?"""
+    """true if it has step counters"""
     born: bool
-    """are its states there before the first step?"""
+    """true if its states are there before the first step"""
 
     def fits(self, group: Mapping[str, Any]) -> bool:
-        """Can the kernel do what the options of a group ask for?"""
+        """True if the kernel can do what the options of a group ask for."""
 
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The keys of what it keeps of each element, in the order of torch."""

@@ -48,12 +48,12 @@ class LossScale:
 
     @property
     def at_minimum(self) -> bool:
-        """Can it not be lowered, so that an overflow has another reason than the scale? Not while one is forgiven."""
+        """True if it cannot be lowered, so that an overflow has another cause. False while one is forgiven."""
         return not self.dynamic or (self.value <= self._minimum and self.patience <= 1)
 
     @property
     def is_one(self) -> bool:
-        """Is it 1, and stays so?"""
+        """True if it is 1, and stays so."""
         return self.value == 1.0 and not self.dynamic
 
     def of(self, loss: torch.Tensor) -> torch.Tensor:
@@ -79,11 +79,11 @@ class LossScale:
             self.value = max(self.value / 2.0, self._minimum)
 
     def state(self) -> dict[str, float]:
-        """What `resume` goes on with."""
+        """What `resume` continues with."""
         return {"value": self.value, "good_steps": self.good_steps, "patience": self.patience}
 
     def resume(self, state: Mapping[str, float]) -> None:
-        """Goes on with the scale of another run; one that is not dynamic stays what it is."""
+        """Continues with the scale of another run; one that is not dynamic stays what it is."""
         if self.dynamic:
             self.value = state["value"]
             self.good_steps, self.patience = int(state["good_steps"]), int(state["patience"])
@@ -110,12 +110,12 @@ def loss_scale_of(config: Config, layouts: Iterable[BucketLayout]) -> LossScale 
 
 
 def checks(config: Config, layouts: Iterable[BucketLayout]) -> bool:
-    """Does an optimizer step look for gradients that are not finite before it writes anything?"""
+    """True if an optimizer step looks for gradients that are not finite before it writes anything."""
     return config.on_nonfinite is not None or loss_scale_of(config, layouts) is not None
 
 
 class Scaled(NamedTuple):
-    """A gradient [numel / world], which belongs to whoever has this, and what it is still to be multiplied by."""
+    """A gradient [numel / world], which the caller owns, and what it is still to be multiplied by."""
 
     values: torch.Tensor
     factor: torch.Tensor | float | None = None
@@ -156,7 +156,7 @@ class Scaler:
         return self.loss_scale.of(loss)
 
     def nonfinite(self) -> bool:
-        """Is any reduced gradient of this rank infinite or NaN? Waits for the reductions, and for the device."""
+        """True if a reduced gradient of this rank is infinite or NaN. Waits for the reductions, and for the device."""
         self._gradients.settle_all()
         shards = self._gradients.shards()
         return bool(shards) and not bool(torch.stack(foreach_maxima(shards)).isfinite().all())
@@ -191,7 +191,7 @@ class Scaler:
         return None if self.loss_scale.value == 1.0 else 1.0 / self.loss_scale.value
 
     def take(self, bucket: int) -> Scaled | None:
-        """The gradient [shard_numel] of a bucket for the optimizer, which nobody else keeps; None if it has none."""
+        """The gradient [shard_numel] of a bucket for the optimizer, which owns it then; None if the bucket has none."""
         gradient = self._gradients.take(bucket)
         return None if gradient is None else Scaled(gradient, self._factor)
 

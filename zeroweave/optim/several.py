@@ -1,7 +1,7 @@
 """Several optimizers as one, those that are to have whole matrices, and those that are declared element-wise.
 
 initialize(model, [Muon(matrices), AdamW(others)])        what people train matrices with
-initialize(model, WholeMatrices(Own(model.parameters())))  an optimizer of one's own that computes with matrices
+initialize(model, WholeMatrices(Own(model.parameters())))  your own optimizer that computes with matrices
 """
 
 from __future__ import annotations
@@ -71,19 +71,19 @@ def given(optimizers: object) -> list[Given]:
 
 
 def is_optimizer(thing: object) -> bool:
-    """Is it what `given` takes, and nothing else?"""
+    """True if it is what `given` takes, and nothing else."""
     if isinstance(thing, list | tuple):
         return bool(thing) and all(map(is_optimizer, thing))
     return isinstance(thing, torch.optim.Optimizer | WholeMatrices)
 
 
 def as_one(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """The only one, or what stands for several, which have no parameter in common."""
+    """The only one, or a `Several` of them, which have no parameter in common."""
     return optimizers[0] if len(optimizers) == 1 else Several(optimizers)
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers that it stands for; of any other, itself."""
+    """The members of a `Several`; of any other, itself."""
     return optimizer.members if isinstance(optimizer, Several) else (optimizer,)
 
 
@@ -101,7 +101,7 @@ class Several(torch.optim.Optimizer):
 
     def __init__(self, members: Iterable[torch.optim.Optimizer]) -> None:
         self.members = tuple(members)
-        # The constructor of the base makes groups of its own; this one brings the rest, as for a copy.
+        # The constructor of the base makes its own groups; this one brings the rest, as for a copy.
         torch.optim.Optimizer.__setstate__(self, {"defaults": {}})
 
     @property
@@ -125,7 +125,7 @@ class Several(torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: nobody says which of them it belongs to."""
+        """Refused: the call does not say which of them it belongs to."""
         raise ParameterError("[ZW304] several optimizers stand behind this one: add the group to one of them")
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """`state_dict()` and `load_state_dict()` of an optimizer that is sharded: of whole parameters, by way of rank 0.
 
-PyTorch calls hooks before and after each of both. All that the ranks do together happens before, so that whatever is
+PyTorch calls hooks before and after each of both. All that the ranks do together happens before, so that what is
 refused has changed nothing:
 
     state_dict        before   rank 0 gathers the state of whole parameters, bucket by bucket
@@ -122,7 +122,7 @@ class StateDicts:
         """What to tell of a state dict, and what it has for parameters that are sharded."""
         try:
             return self._describe(optimizer, given)
-        except Exception as error:  # whatever it is, the other ranks wait to be told
+        except Exception as error:  # of any kind: the other ranks wait to be told
             return _Given(f"it is not an optimizer's state dict ({type(error).__name__}: {error})"), {}
 
     def _describe(self, optimizer: torch.optim.Optimizer, given: StateDict) -> tuple[_Given, Held]:

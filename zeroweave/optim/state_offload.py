@@ -4,7 +4,7 @@
     land     the update finds them on the device: fragments and `optimizer.state` refer to the copies
     lower    the downloads begin; fragments and `optimizer.state` refer to host memory again
 
-So the states of three buckets at most are on the device: those coming, those being updated, those going. Whatever an
+So the states of three buckets at most are on the device: those coming, those being updated, those going. What an
 optimizer keeps of a fragment's shape is a moment here; other state, such as a step counter, stays where it is.
 
 Moments and masters of few bits come and go in the same way: what is lifted of them are float32 copies.
@@ -32,7 +32,7 @@ from zeroweave.runtime.transfers import Download, HostTensor, Transfers, Upload
 class HostedMoments:
     """The moments of a bucket in host memory: one tensor [numel / world] for each kind of them.
 
-    At rest the optimizer's state holds views of those. What somebody else puts there is taken in by the next `lift`.
+    At rest the optimizer's state holds views of those. The next `lift` takes what other code has put there.
     """
 
     def __init__(self, transfers: Transfers, fragments: Fragments, optimizer: torch.optim.Optimizer) -> None:
@@ -55,7 +55,7 @@ class HostedMoments:
         self._coming = kinds, self._transfers.upload([self._hosts[kind] for kind in kinds])
 
     def abort(self) -> None:
-        """Lets go of what was lifted and is not needed."""
+        """Drops what was lifted and is not needed."""
         if self._coming is not None:
             self._coming[1].wait()
             self._coming = None
@@ -69,7 +69,7 @@ class HostedMoments:
             moment.held[moment.key] = moment.view(self._device[moment.kind])
 
     def lower(self) -> list[Download]:
-        """The state refers to host memory; returns what is to be downloaded there."""
+        """The state refers to host memory; returns the downloads to begin."""
         copies = [Download(tensor, self._hosts[kind]) for kind, tensor in self._device.items()]
         for moment in self._moments():
             kind, value = moment.kind, moment.value
@@ -90,7 +90,7 @@ class HostedMoments:
 
 
 class _Landed(NamedTuple):
-    """What of a bucket's states is on the device for an update, beside moments of host memory."""
+    """What of a bucket's states is on the device for an update, besides moments of host memory."""
 
     master: torch.Tensor | None
     """where it was lifted"""
@@ -136,11 +136,11 @@ class StateOffload:
             self._lift(order[0])
 
     def comes(self, bucket: int) -> bool:
-        """Does something that an update of the bucket needs live in host memory?"""
+        """True if something that an update of the bucket needs is in host memory."""
         return bucket in self._moments or (bucket in self._buckets and self._buckets[bucket].home.on_host)
 
     def _lifts(self, bucket: int, whole: bool) -> bool:
-        """Is the master to be lifted?"""
+        """True if the master is to be lifted."""
         home = self._buckets[bucket].home if bucket in self._buckets else None
         return home is not None and (home.on_host or (whole and not home.at_hand))
 
@@ -185,7 +185,7 @@ class StateOffload:
         return bucket in self._moments or (whole and bucket in self.compact) or self._lifts(bucket, whole)
 
     def _land(self, bucket: int, whole: bool) -> _Landed:
-        """What raises leaves the bucket as it was. So all that an update needs in memory is made here, as far as known.
+        """What raises leaves the bucket as it was. So all memory that an update is known to need is made here.
 
         After the update an error would lose it.
         """
@@ -209,7 +209,7 @@ class StateOffload:
         return _Landed(master, compact, random)
 
     def _lower(self, bucket: int, landed: _Landed) -> None:
-        """What raises leaves no copies behind."""
+        """What raises leaves no copies."""
         master, compact, random = landed
         home, copies = self._buckets[bucket].home, list[Download]()
         if master is not None:
@@ -303,7 +303,7 @@ class StateOffload:
         return frozenset(key for key, value in held.items() if is_cut(fragment, key, value, others()))
 
     def value_of(self, bucket: int, slot: int, key: str) -> Any:
-        """One value of `state_of`; None where there is none. No other is decoded."""
+        """One value of `state_of`, or None. No other is decoded."""
         coded = self.coded(bucket, slot).get(key)
         held = self._optimizer.state.get(self._fragments[bucket].parameters[slot], {})
         return held.get(key) if coded is None else decode(coded)
@@ -331,7 +331,7 @@ class StateOffload:
                 self._transfers.download(self._moments[bucket].lower())
 
     def tensors(self, bucket: int) -> list[torch.Tensor]:
-        """The tensors of the state of a bucket's fragments, where they lie now."""
+        """The tensors of the state of a bucket's fragments, where they are now."""
         fragments = self._fragments.get(bucket)
         held = [] if fragments is None else [self._optimizer.state.get(p, {}) for p in fragments.parameters]
         coded = self.compact[bucket].tensors if bucket in self.compact else []

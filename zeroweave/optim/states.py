@@ -1,4 +1,4 @@
-"""An optimizer's state of whole parameters, and of fragments: taken over by `initialize`, given back by `destroy`.
+"""An optimizer's state of whole parameters, and of fragments: taken by `initialize`, returned by `destroy`.
 
 cut      a tensor of the parameter's shape: each rank has what belongs to its fragment
 whole    one value for the parameter, such as a step counter: every rank that has something of the parameter has it
@@ -41,7 +41,7 @@ class Told(NamedTuple):
     value: Any = None
     """what is whole, on the CPU"""
     on_device: bool = False
-    """does it live where the engine computes?"""
+    """true if it is in the memory that the engine computes in"""
 
 
 class Described(NamedTuple):
@@ -217,9 +217,9 @@ def gather(
 ) -> Gathered:
     """What the optimizers of all ranks hold, of whole parameters, on every rank. Collective; changes nothing.
 
-    `room`: what this rank has; where there is room for the states of all ranks they lie on `device`, else in host
+    `room`: what this rank has; where there is room for the states of all ranks they are on `device`, else in host
     memory, else there are none. None: rank 0 alone gets all of them, in host memory. Each kind of state is gathered
-    bucket by bucket on `device`, and then goes where it is to lie. What belongs to the rank alone is in it as it is.
+    bucket by bucket on `device`, and then moves to its place. What belongs to the rank alone is in it as it is.
     `outline_of(bucket, slot)`: what the optimizer of this rank holds of a fragment, perhaps without the values of what
     is cut; `cut_of(bucket, slot)`: the keys of that; `value_of(bucket, slot, key)`: such a value, which is asked for
     once, and let go.
@@ -314,7 +314,7 @@ def _option(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Can it be sent and compared?"""
+    """True if it can be sent and compared."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | str | bytes | numbers.Number)
@@ -356,7 +356,7 @@ def merged(told: Sequence[Mapping[str, Told]]) -> dict[str, Told]:
 def _kinds(
     told: Iterable[Mapping[str, Told]], found: Sequence[Mapping[str, Told]], default: torch.dtype
 ) -> list[_Kind]:
-    """What is cut, in one order on all ranks, in whichever group somebody has it; the slots are those of `found`."""
+    """What is cut, in one order on all ranks, in whichever group a rank has it; the slots are those of `found`."""
 
     def cut(held: Mapping[str, Told]) -> set[tuple[str, torch.dtype]]:
         return {(key, entry.dtype or default) for key, entry in held.items() if entry.kind == "cut"}

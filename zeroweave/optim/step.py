@@ -1,7 +1,7 @@
 """The user's optimizer on fragments: its own object, groups, learning rates and schedulers.
 
 Outside a step the optimizer's groups hold the user's parameters, which are stubs; inside they hold the
-fragments, in the same order, and `optimizer.state` is keyed by fragments. Whatever an element-wise
+fragments, in the same order, and `optimizer.state` is keyed by fragments. What an element-wise
 optimizer computes from a fragment is, bit for bit, that part of what it computes from the whole parameter.
 """
 
@@ -72,7 +72,7 @@ class ShardedOptimizer:
         """(bucket id, slot) -> the user's parameter whose state is that of fragments"""
         members = [(one, group) for one in members_of(optimizer) for group in one.param_groups]
         self._member = {slot_of[id(user)]: one for one, group in members for user in group["params"]}
-        """(bucket id, slot) -> the optimizer that has it; `optimizer` itself if that does not stand for several"""
+        """(bucket id, slot) -> the optimizer that has it; `optimizer` itself if that is no `Several`"""
         touched = {bucket for bucket, _ in self._member}
         self._views = views = {bucket.layout.id: bucket for bucket in trainable if bucket.layout.id in touched}
         self._matrices: Matrices | None = None
@@ -123,7 +123,7 @@ class ShardedOptimizer:
 
     @property
     def by_bucket(self) -> bool:
-        """Whether buckets may be updated one at a time, in any order: known optimizers that nobody listens to.
+        """True if buckets may be updated one at a time, in any order: known optimizers, no hooks, no replaced `step`.
 
         Whole matrices travel in an order that all ranks share, which that of a step that departs from its schedule is
         not: they are updated when all gradients are there.
@@ -132,7 +132,7 @@ class ShardedOptimizer:
 
     @property
     def _apart(self) -> bool:
-        """May buckets be updated in calls of their own?"""
+        """True if buckets may be updated in separate calls."""
         members = members_of(self.optimizer)
         listened_to = any(has_step_hooks(one) or is_step_replaced(one) for one in (self.optimizer, *members))
         return all(type(one) in ELEMENT_WISE | WHOLE_MATRIX for one in members) and not listened_to
@@ -246,7 +246,7 @@ class ShardedOptimizer:
         self.states_changed()
 
     def load(self, states: States) -> None:
-        """Goes on, inside `optimizer.load_state_dict`, with `states`, which the optimizer brings up to date."""
+        """Continues, inside `optimizer.load_state_dict`, with `states`, which the optimizer brings up to date."""
         buckets: dict[int, dict[int, dict[str, Any]]] = {}
         for bucket, slot in self.sharded:
             buckets.setdefault(bucket, {})[slot] = states.get((bucket, slot), {})
@@ -286,7 +286,7 @@ class ShardedOptimizer:
         return self._device if group.get("capturable") or group.get("fused") else torch.device("cpu")
 
     def tensors(self, bucket: int) -> list[torch.Tensor]:
-        """The tensors of the optimizer's state of a bucket's fragments, where they lie now."""
+        """The tensors of the optimizer's state of a bucket's fragments, where they are now."""
         return self.offload.tensors(bucket)
 
     def states(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
@@ -320,7 +320,7 @@ class ShardedOptimizer:
 
     @property
     def sharding_groups(self) -> int:
-        """How many ranks have parameters of their own under one name; 1 where all have the same."""
+        """How many ranks have their own parameters under one name; 1 where all have the same."""
         return max((bucket.layout.groups for bucket in self._views.values()), default=1)
 
     def destroy(self, states: States) -> None:

@@ -1,1 +1,1 @@
-"""A model's parameters while their values are sharded: where modules have them, and what stands for them."""
+"""A model's parameters while their values are sharded: where modules have them, and what replaces them."""

@@ -26,7 +26,7 @@ from zeroweave.parameters.foreign import own_parameters
 from zeroweave.parameters.stub import NO_POST_HOOKS, AtRest
 
 _TRANSIENT_SECONDS: Final = 2.0
-"""How long threads of a communication backend may go on to hold what a collective was handed."""
+"""How long threads of a communication backend may still hold what a collective was handed."""
 
 # Classes of torch that wrap a model, by name: importing FSDP only to ask for its class would be slow.
 _WRAPPERS = {
@@ -44,7 +44,7 @@ def check(model: nn.Module) -> None:
 
     Else one ParameterError names all offenders.
 
-    Collects garbage first, so that graphs that nobody holds any more do not count. Where the model is
+    Collects garbage first, so that graphs that are no longer held do not count. Where the model is
     wrapped or has an engine already, only that is reported.
     """
     gc.collect()
@@ -134,7 +134,7 @@ def _has_plain_storage(parameter: nn.Parameter) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory, each place once, in any order of dimensions."""
+    """True if the elements fill a stretch of memory, each place once, in any order of dimensions."""
     expected = 1
     sizes = zip(tensor.stride(), tensor.size(), strict=True)
     for stride, size in sorted((stride, size) for stride, size in sizes if size != 1):
@@ -206,7 +206,7 @@ def _is_in_use(parameter: nn.Parameter) -> bool:
 
 
 def _await_references(parameters: dict[str, nn.Parameter]) -> None:
-    """Lets references go that no program holds: those of a collective over the parameters that is over."""
+    """Waits until references that no program holds are gone: those of a finished collective over the parameters."""
     end = time.monotonic() + _TRANSIENT_SECONDS * dist.is_initialized()
     while time.monotonic() < end and any(map(_is_in_use, parameters.values())):
         time.sleep(0.02)

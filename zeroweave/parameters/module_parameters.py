@@ -142,8 +142,8 @@ class ModuleParameters:
     def views(self) -> dict[str, nn.Parameter]:
         """New Parameters over the memory of the real ones, by canonical name, for code that may keep what it gets.
 
-        A real parameter must not outlive its storage in the hands of a user. These own a share of the storage and keep
-        it from being freed.
+        User code must not keep a real parameter longer than its storage. These own a share of the storage and keep it
+        from being freed.
         """
         views: dict[str, nn.Parameter] = {}
         for name, real in zip(self._owners, self._reals, strict=True):
@@ -188,7 +188,7 @@ class ModuleParameters:
     def restore(self, values: Callable[[str], torch.Tensor]) -> None:
         """Makes every parameter object of the user an ordinary Parameter again, with `values(name)` in it.
 
-        Each value must be a full tensor of its own; it is not copied. Hooks on modules are removed. Entries
+        Each value must be a separate full tensor; it is not copied. Hooks on modules are removed. Entries
         that someone replaced keep what they hold. If `values` raises, the parameters that it had not
         answered for stay at rest and `restore` can be called again. ParameterError, with nothing restored,
         if a stub is weakly referenced.
@@ -240,7 +240,7 @@ class ModuleParameters:
             self.status.show(Showing.REAL)
 
     def _refuse(self, replaced: frozenset[int], showing: Showing) -> NoReturn:
-        """`showing`: what the modules showed when somebody replaced these."""
+        """`showing`: what the modules showed when these were replaced."""
         labels = ", ".join(self._labels[i] for i in sorted(replaced))
         where = "with copy_()" if showing in (Showing.OPEN, Showing.LENT) else "inside `with engine.full_parameters():`"
         raise ParameterError(

@@ -37,7 +37,7 @@ class StructureCheck:
     def check(self, own: Callable[[], Iterable[nn.Parameter]]) -> None:
         """ParameterError that names what was replaced or has come, or every module whose forward was compiled.
 
-        `own()`: the parameters that the model may have, under whatever names, beside some that are at rest.
+        `own()`: the parameters that the model may have, under any names, besides some that are at rest.
         """
         replaced = [name for name, children, child, inner in self._children if children.get(child) is not inner]
         if replaced:

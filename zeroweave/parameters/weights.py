@@ -1,7 +1,7 @@
 """Where a model's first values come from: itself, safetensors files, the program, or its modules' own initialisation.
 
 A model on the meta device has shapes and no values, and so costs no memory. Its values are made or read bucket by
-bucket on their way into the shards, so that nobody ever holds the whole model.
+bucket on their way into the shards, so that no rank ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MadeWeights:
             id(parameter): module for module in model.modules() for parameter in module._parameters.values()
         }
         self._made: dict[int, torch.Tensor] = {}
-        """by `id` of the parameter: what a module has made together with others, and nobody has asked for yet"""
+        """by `id` of the parameter: what a module has made together with others, and was not asked for yet"""
 
     def check(self) -> None:
         """ParameterError where a parameter could not be given values."""
@@ -77,7 +77,7 @@ class MadeWeights:
         return value
 
     def _reset(self, module: nn.Module) -> None:
-        """Has a copy of the module, with memory of its own, initialise itself."""
+        """Makes a copy of the module, with its own memory, initialise itself."""
         named = (p for p in module._parameters.values() if p is not None)
         own = {id(p): nn.Parameter(_unset(p), requires_grad=p.requires_grad) for p in named}
         known = {**own, **{id(child): child for child in module.children()}}  # what the copy does not copy
@@ -125,7 +125,7 @@ class FileWeights:
     def part(self, name: str, start: int, numel: int) -> torch.Tensor:
         """Elements `start` to `start + numel` of a flattened parameter, which `check` has found."""
         key = self._keys[name]
-        # Opened anew for each: a mapped file counts as this process's memory as long as it is open.
+        # Opened again for each: a mapped file counts as this process's memory as long as it is open.
         with _opened(self._files[key]) as file:
             lazy = file.get_slice(key)
             shape = lazy.get_shape()
@@ -181,7 +181,7 @@ def warn_of_left(path: str | os.PathLike[str], names: Iterable[str], model: nn.M
 
 
 def _unset(parameter: torch.Tensor) -> torch.Tensor:
-    """Memory of a parameter's shape, in which what nobody writes is seen."""
+    """Memory of a parameter's shape, in which unwritten elements stand out."""
     value = math.nan if parameter.is_floating_point() else 0
     return torch.full(parameter.shape, value, dtype=parameter.dtype, device="cpu")
 
@@ -252,7 +252,7 @@ def _made_again(module: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file, whose tensors come in host memory whatever PyTorch's default device is."""
+    """A safetensors file, whose tensors come in host memory with any default device of PyTorch."""
     try:
         file = safe_open(path, "pt")
     except (OSError, SafetensorError) as error:

@@ -68,7 +68,7 @@ class Ranks:
         """the ranks of each"""
 
     def timed(self, work: Callable[[], object], rounds: int = 0, lead: Callable[[], object] | None = None) -> float:
-        """Seconds of `work`: the median of some runs, each of so many in a row. `lead` comes in front of them."""
+        """Seconds of `work`: the median of some runs, each of `rounds` calls in a row. `lead` comes before them."""
         clock, rounds = self._clock, rounds or self.sizes.rounds
         found, told = list[float](), [0.0] * self.world
         for _ in range(6):  # the first one warms up
@@ -89,7 +89,7 @@ class Ranks:
         return torch.randn(*shape, device=self.device, dtype=torch.bfloat16)
 
     def matmul(self) -> Callable[[], object]:
-        """The three products of a linear layer and its backward: their operands lie in three ways, and so do rates."""
+        """The three products of a linear layer and its backward: their operands differ in layout, and so do rates."""
         rows, inner, columns = self.sizes.matmul
         x, weight, y = self._random(rows, inner), self._random(columns, inner), self._random(rows, columns)
         to_x, to_weight, to_y = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(y)
@@ -133,7 +133,7 @@ class Ranks:
         return lambda: all_gather(flat, shard, group).wait()
 
     def line(self, groups: Sequence[Sequence[int]]) -> Line:
-        """Of all-gathers in each of these groups of ranks, at once; ranks in none look on."""
+        """Of all-gathers in each of these groups of ranks at the same time; ranks in none send nothing."""
         made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
         mine = next((group for ranks, group in made if self._rank in ranks), None)
         sizes = self.sizes.gathers
@@ -142,7 +142,7 @@ class Ranks:
         return Line(max(0.0, median(t - beta * n for t, n in zip(seconds, sizes, strict=True))), beta)
 
     def beside(self) -> float:
-        """Seconds by which matmuls are longer for each second of gathers beside them."""
+        """Seconds by which matmuls are longer for each second of concurrent gathers."""
         matmul, gathers = self.matmul(), 4
         gather = self.gather(self.sizes.gathers[-1], dist.new_group())
         sent = gathers * self.timed(gather)
@@ -180,7 +180,7 @@ def measure(device: torch.device) -> Calibration:
 
 
 def measured(ranks: int) -> Calibration:
-    """On so many ranks of this machine. RuntimeError where they fail."""
+    """On `ranks` ranks of this machine. RuntimeError where they fail."""
     return found(*on_ranks(__name__, ranks, _SECONDS))
 
 

@@ -56,7 +56,7 @@ class Efficiency:
 
     matmul, memory and inside are from H200s: 780 of 989 TFLOP/s in large matmuls, 4.24 of 4.8 TB/s in copies, 304 of
     450 GB/s in an all-gather of 256 MiB. attention, between and host are guesses. beside: by how many seconds
-    computation is longer for each second of a collective that runs beside it. kernel: from one kernel to the next.
+    computation is longer for each second of a concurrent collective. kernel: from one kernel to the next.
     launch: of a collective; hop_inside, hop_between: from one rank of a ring to the next.
     """
 
@@ -107,7 +107,7 @@ class Hardware:
 
         A ring, as NCCL has it: (world - 1) / world of the flat passes through each rank, and through each node's
         adapters together. It moves at the pace of the slower of the two. `stride`: from each rank to the next one; so
-        many rings move at once, and those of a node share its adapters.
+        many rings move at the same time, and those of a node share its adapters.
         """
         if world == 1:
             return Line()
@@ -141,10 +141,10 @@ _SecondsName = Annotated[str, Field(pattern="^(beside|kernel|launch|hop_inside|h
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured, on the slowest of `ranks` ranks on so many `hosts`, each on a `device`.
+    """What was measured, on the slowest of `ranks` ranks on `hosts` machines, each on a `device`.
 
     rates: operations per second of "matmul" and "attention", bytes per second of "memory", "inside", "between" and
-    "host". seconds: the others of `Efficiency`, as they stand there. What could not be measured is in neither.
+    "host". seconds: the others of `Efficiency`, under its names. What could not be measured is in neither.
     """
 
     device: str

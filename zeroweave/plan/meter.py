@@ -38,7 +38,7 @@ class Lane:
 
 
 class Passed:
-    """A time on some lane, with the words of an event of CUDA: who waits is the current lane of the clock."""
+    """A time on some lane, with the methods of a CUDA event. The clock's current lane waits."""
 
     def __init__(self, clock: PlannedClock, time: float) -> None:
         self._clock, self.time = clock, time
@@ -62,14 +62,14 @@ class PlannedClock(Clock):
         self.lane = Lane()
         """the current one"""
         self._beside = self._peak = self._lately = 0
-        """bytes beside the flats, and at most of all: so far, and since `used` was last asked"""
+        """bytes without the flats, and at most of all: so far, and since `used` was last asked"""
         self._flats, self._away = Gauge(), Gauge()
 
     def attach(self, flats: Gauge, away: Gauge | None) -> None:
-        """`flats` counts what is unsharded, `away` what was moved to host memory and counts as alive for all that;
+        """`flats` counts what is unsharded, `away` what was moved to host memory and still counts as alive;
         None: nothing is.
 
-        Once: whoever has them needs a clock first.
+        Called once: their owner needs a clock first.
         """
         self._flats, self._away = flats, away or Gauge()
 
@@ -152,7 +152,7 @@ class Meter(OperatorMode):
         self._clock.add(sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values()))
 
     def alive(self, since: int) -> int:
-        """Bytes that are in use of those that were made behind the first `since`."""
+        """Bytes in use of what was made after the first `since`."""
         return sum(nbytes for number, nbytes, _ in self._alive.values() if number >= since)
 
     @contextmanager
@@ -225,7 +225,7 @@ class PlannedKernel:
 
 
 class PlannedKernels:
-    """In the place of `_triton.rules`."""
+    """Instead of `_triton.rules`."""
 
     BLOCK = 1
 

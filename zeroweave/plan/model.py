@@ -16,7 +16,7 @@ Source = Callable[[], tuple[nn.Module, Any]]
 
 
 def source_of(model: str, micro_batch: int, seq: int) -> Source:
-    """What makes the model, and a batch as `Engine.train_step` takes it, on `meta`; anew with each call.
+    """What makes the model, and a batch as `Engine.train_step` takes it, on `meta`: new ones in each call.
 
     `model`: a config.json of transformers, or a folder with one, of a causal language model, which is given tokens and
     labels [micro_batch, seq]; or "module:function", of which `function(micro_batch, seq)` returns both. EngineError

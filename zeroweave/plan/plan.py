@@ -43,8 +43,8 @@ class Row:
     gathered as there is room for). exposed: seconds in which the computation waits for collectives and copies.
     parameters: shards and masters. gradients: the reduced ones, and what backwards that do not reduce have added up.
     flats: of parameters and of gradients in flight, at most. activations: what the forward leaves for the backward; if
-    they are moved to host memory, what of it is still on the device at its end. peak: everything at once, at most.
-    fits: is that within the room? All of these are on the device. host: everything in host memory, at most.
+    they are moved to host memory, what of it is still on the device at its end. peak: everything together, at most.
+    fits: true if that is within the room. All of these are on the device. host: everything in host memory, at most.
     """
 
     stage: int
@@ -70,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Advice:
-    """The row to take on a world, None where none fits, and why."""
+    """The row to take on a world, or None if none fits, and why."""
 
     world: int
     take: Row | None
@@ -99,7 +99,7 @@ def make(
     tell: Callable[[str], object] = lambda _: None,
     group_sizes: Sequence[int | None] = (None,),
 ) -> Plans:
-    """One rank of each world at each stage, with AdamW. `settings`: what of a config stands beside the stage.
+    """One rank of each world at each stage, with AdamW. `settings`: of a config, all but the stage.
 
     `group_sizes`: of sharding groups; of those that are no smaller than a world, one: all ranks.
 
@@ -200,7 +200,7 @@ def refuse_worlds(worlds: Iterable[int]) -> None:
 
 
 def lines(plans: Plans) -> Iterator[str]:
-    """A table, with its unit of memory, and what to take. Host memory is a column where something lies there."""
+    """A table, with its unit of memory, and what to take. Host memory is a column where something is in it."""
     unit, name = (_GIB, "GiB") if max(row.peak for row in plans.rows) >= _GIB else (_MIB, "MiB")
     cells = [_HEAD, *(_cells(row, unit) for row in plans.rows)]
     if not any(row.host for row in plans.rows):

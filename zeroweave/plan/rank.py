@@ -88,7 +88,7 @@ class _Ran(NamedTuple):
 class Planned:
     """A schedule of one rank, and what is expected of it. Bytes, and seconds.
 
-    seconds: of the step, with what collectives take from computation beside them. memory: the model state, as the
+    seconds: of the step, with what collectives take from concurrent computation. memory: the model state, as the
     tensors have it. activations: what the forward leaves for the backward. host: everything in host memory, at most.
     peak: everything on the device, at most.
     """
@@ -131,7 +131,7 @@ class Measured:
         return Planned(schedule, expected, seconds, self.memory, self.activations, self.host, peak)
 
     def _hidden(self, expected: Prediction, schedule: Schedule) -> float:
-        """Seconds of collectives, without uploads before them, for which nobody waits."""
+        """Seconds of collectives, without uploads before them, for which no call waits."""
         sent = 0.0
         for span in expected.spans:
             instruction = schedule.instructions[span.index]
@@ -142,10 +142,10 @@ class Measured:
 
 
 class PlannedRank:
-    """Rank 0 of `world` ranks, with a model that lies on `meta` and is used up.
+    """Rank 0 of `world` ranks, with a model that is on `meta` and is used up.
 
     `batch` is one as `Engine.train_step` takes it, on `meta`: that of every micro-step. `optimizer` makes one of
-    parameters. EngineError for a config of what plans know nothing about.
+    parameters. EngineError for settings that plans do not know.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class PlannedRank:
             meter.hold(self._held(model, buckets))
 
     def _held(self, model: nn.Module, buckets: Sequence[Any]) -> list[torch.Tensor]:
-        """What lies on the device for good; the model's buffers among it, which are put there."""
+        """What is always on the device; the model's buffers among it, which are put there."""
         homes = [bucket.home for bucket in buckets]
         held = [tensor for home in homes if not home.on_host for tensor in home.at_rest]
         held += [home.source for home in homes if not home.source_on_host]
@@ -270,7 +270,7 @@ class PlannedRank:
 
         `room`: bytes of the device that may be in use at most, for schedules that fill what is free; 0: unknown.
 
-        EngineError, which names the module, where the program asks for values, which no tensor has.
+        EngineError, which names the module, if the program asks for values: no tensor has any.
         """
         try:
             record = self._step(None).record

@@ -86,7 +86,7 @@ class PlannedTransport:
 
 
 class PlannedCopies(CopyStream):
-    """Copies that take as long as they would, beside the computation, and move nothing."""
+    """Copies that take their time concurrently with the computation, and move nothing."""
 
     def __init__(self, meter: Meter, clock: PlannedClock, hardware: Hardware) -> None:
         super().__init__(torch.device("cpu"))

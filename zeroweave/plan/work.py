@@ -1,8 +1,8 @@
 """What compiled graphs and single operators take: kernels, the memory between them, and seconds.
 
-A graph becomes a `Program`, which computes nothing: it takes memory, lets go of it and takes time as the graph's code
+A graph becomes a `Program`, which computes nothing: it takes memory, frees it and takes time as the graph's code
 would. Which operators share a kernel is Inductor's decision, made here in its simplest form: neighbours that are no
-matmul, attention or scatter do, as long as none of these lies between them.
+matmul, attention or scatter do, as long as none of these is between them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _nbytes(value: Any) -> int:
 
 
 def _itemsize(value: Any) -> int:
-    """Of the first tensor: attention returns others beside it, of other dtypes."""
+    """Of the first tensor: attention also returns others, of other dtypes."""
     return next((leaf.itemsize for leaf in flatten(value)[0] if isinstance(leaf, Tensor)), 4)
 
 
@@ -104,7 +104,7 @@ class _Kernel:
 
 @dataclass(frozen=True)
 class _Step:
-    """One kernel of a program: what it makes, which arguments it writes, what nobody reads after it, and its time."""
+    """One kernel of a program: what it makes, which arguments it writes, what is unused after it, and its time."""
 
     makes: tuple[fx.Node, ...]
     writes: tuple[fx.Node, ...]
@@ -116,7 +116,7 @@ class Program:
     """A graph of AOTAutograd as memory and time.
 
     It takes its arguments in one list, which it empties, and returns what the graph would, of the same shapes, strides
-    and storages, under `scope`. `spend(seconds)` hears of each kernel. `fuses`: do operators share kernels?
+    and storages, under `scope`. `spend(seconds)` hears of each kernel. `fuses`: true if operators share kernels.
     """
 
     def __init__(

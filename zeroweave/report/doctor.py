@@ -108,7 +108,7 @@ def gloo() -> Check:
 
 
 def nccl(version: tuple[int, ...] | None) -> Check:
-    """Whether GPUs can communicate through NCCL. `version`: None where it is missing."""
+    """Checks that GPUs can communicate through NCCL. `version`: None where it is missing."""
     if version is None:
         return Check("NCCL", "failed", "not in this PyTorch", "install a PyTorch with NCCL")
     detail = ".".join(map(str, version))
@@ -120,7 +120,7 @@ def nccl(version: tuple[int, ...] | None) -> Check:
 
 
 def peer_access() -> Check:
-    """Whether GPUs of this machine can map each other's memory. NCCL gathers by copy engine only where all can."""
+    """Checks that GPUs of this machine can map each other's memory. NCCL gathers by copy engine only where all can."""
     count = torch.cuda.device_count()
     apart = [f"{a}-{b}" for a, b in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
     if apart:

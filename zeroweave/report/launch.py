@@ -2,7 +2,7 @@
 
 `launch` takes torchrun's own arguments and differs from it in eight things:
 
-* restarts get a TCPStore of their own (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`); without it gloo recovers from
+* restarts get their own TCPStore (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`); without it gloo recovers from
   `--max-restarts` only sometimes (with `--master-port` the runner gives them one);
 * `OMP_NUM_THREADS` is 1 unless the user set it, without a warning;
 * on one machine a free port is used, unless the user chose a rendezvous;
@@ -10,8 +10,8 @@
 * Python scripts run under `zeroweave.report.runner`, which ends the process group on every way out;
 * SIGUSR1 is passed on to the ranks, instead of ending the launcher and leaving them behind;
 * ranks end with a launcher that was killed (on Linux, by SIGTERM), instead of training on without it;
-* when ranks fail, what is shown is the first one's reason: not the launcher's log of whom it ended, nor the warnings
-  with which PyTorch's store and gloo tell of connections to processes that are gone (both return with
+* when ranks fail, what is shown is the first one's reason: not the launcher's log of the ranks that it ended, nor
+  the warnings with which PyTorch's store and gloo tell of connections to processes that are gone (both return with
   TORCH_CPP_LOG_LEVEL=INFO).
 """
 
@@ -61,7 +61,7 @@ def launch(arguments: Sequence[str]) -> int:
     if os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR") == "ERROR":
         launcher = logging.getLogger("torch.distributed.elastic")
         launcher.propagate = False
-        launcher.addHandler(logging.NullHandler())  # or Python prints what nobody handles
+        launcher.addHandler(logging.NullHandler())  # or Python prints what no handler takes
     options = under_runner(parse(arguments), list(arguments))
     with tempfile.TemporaryDirectory(prefix="zeroweave_") as own:
         if options.log_dir is None and options.redirects == options.tee == "0":
@@ -83,7 +83,7 @@ def launch(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def passing_on(number: signal.Signals) -> Iterator[None]:
-    """A signal that comes to this process goes to the processes that it has started."""
+    """A signal to this process goes to the processes that it has started."""
 
     def send(*_: object) -> None:
         for children in Path("/proc/self/task").glob("*/children"):
@@ -101,9 +101,9 @@ def passing_on(number: signal.Signals) -> Iterator[None]:
 def cause(error: ChildFailedError, logs: Path) -> tuple[int, int, str]:
     """The rank that failed first, its exit code, and ": reason" or "".
 
-    torchrun asks whose process was gone first. A rank that missed another one, or that the alarm has ended without a
-    reason of its own, may be gone before the one that it is about. That one has noted its exception in `logs`, where
-    all of this machine's ranks do. A rank that others have waited for until the deadline was ended by torchrun.
+    torchrun asks which process was gone first. A rank that missed another one, or that the alarm has ended without its
+    own reason, may be gone before the one that it is about. That one has noted its exception in `logs`, where all
+    of this machine's ranks do. A rank that others have waited for until the deadline was ended by torchrun.
     """
     rank, failure = error.get_first_failure()
     starts = {note: int(note.parts[-3].removeprefix("attempt_")) for note in logs.glob("*/attempt_*/*/error.json")}
@@ -194,7 +194,7 @@ def first_line(message: object) -> str:
 
 
 def on_ranks(module: str, ranks: int, seconds: float) -> tuple[str, str]:
-    """What a module prints on so many ranks of this machine, on both streams.
+    """What a module prints on `ranks` ranks of this machine, on both streams.
 
     RuntimeError where they take more than `seconds`.
     """
@@ -214,7 +214,7 @@ def on_ranks(module: str, ranks: int, seconds: float) -> tuple[str, str]:
 
 
 def answer_of(mark: str, output: str, errors: str) -> Any:
-    """The JSON after `mark` in the output. RuntimeError with the ranks' last error where there is none."""
+    """The JSON after `mark` in the output. RuntimeError with the ranks' last error if it is missing."""
     for line in output.splitlines():
         if line.startswith(mark):
             return json.loads(line.removeprefix(mark))

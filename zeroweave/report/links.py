@@ -30,7 +30,7 @@ _BYTES: Final = {"cuda": 64 << 20, "cpu": 4 << 20}
 FLOORS: Final = {("cuda", True): 10.0, ("cuda", False): 2.0, ("cpu", True): 0.2, ("cpu", False): 0.1}
 """GB/s of a link that is not slow, by device and by whether both ranks are in one machine."""
 _BEHIND: Final = 3
-"""A link that is so many times slower than the median of its kind is slow, whatever its rate."""
+"""A link that is this many times slower than the median of its kind is slow at any rate."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _cure(device: str, inside: bool) -> str:
 
 
 def measured(ranks: int) -> Links:
-    """Between so many ranks of this machine. RuntimeError where they fail."""
+    """Between `ranks` ranks of this machine. RuntimeError where they fail."""
     return Links(**answer_of(_MARK, *on_ranks(__name__, ranks, _SECONDS)))
 
 

@@ -6,9 +6,9 @@ failed one and hides a failed run's own exit code. So, when the script is over:
 * finished, or left by `sys.exit`: its variables are dropped (they may hold the group), then the group is
   destroyed;
 * failed: the traceback is printed, without the lines of this runner, and the process leaves with its exit
-  code by `os._exit` after all other exit handlers. Destroying the group here could wait for ever for a peer.
+  code by `os._exit` after all other exit handlers. Destroying the group here could wait forever for a peer.
 
-Before the script, ranks that were started again get a store of their own (`own_store`), and each has itself ended
+Before the script, ranks that were started again get their own store (`own_store`), and each has itself ended
 with its launcher (`end_with_launcher`).
 """
 
@@ -41,9 +41,10 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 def end_with_launcher(environment: Mapping[str, str]) -> None:
     """Has Linux send SIGTERM to this process when its launcher's is gone, however that has ended.
 
-    A launcher that is killed, or runs out of memory, ends nobody. Its ranks would train on, and save beside those of a
-    job that was started again. Linux sends the signal when the thread has ended that has started this process: the
-    launcher's first one, which lasts as long as it does. A launcher that stands still ends nobody.
+    A launcher that is killed, or runs out of memory, ends no rank. Its ranks would train on, and save at the same time
+    as those of a job that was started again. Linux sends the signal when the thread that has started this process
+    has ended. That is the launcher's first one, which lasts as long as the launcher does. A launcher that hangs ends no
+    rank.
     """
     launcher = environment.get(LAUNCHER)
     if launcher is None or sys.platform != "linux":
@@ -60,7 +61,7 @@ def own_store(environment: MutableMapping[str, str]) -> dist.TCPStore | None:  #
 
     Under a static rendezvous (`--node-rank`, `--master-port`) all starts of a job share the store of the first
     launcher, with the keys that the last start has left there. A rank that reads them before its peer has written
-    anew connects to a process that is gone. So rank 0 opens a store at a port of its own, and says there at which.
+    new ones connects to a process that is gone. So rank 0 opens a store at its own port, and says there at which.
     """
     start = int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0)
     if not start or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -110,7 +111,7 @@ def own_frames(error: BaseException) -> TracebackType | None:
 
 
 def is_interrupted(error: BaseException | None) -> bool:
-    """True if Ctrl-C ended the script. What came after it may have failed, and raised something else."""
+    """True if Ctrl-C ended the script. What came after it may have failed, and raised another error."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -81,7 +81,7 @@ def ms(seconds: float | None) -> str:
 
 
 def instructions(shown: Courses, courses: tuple[Course, ...]) -> Table:
-    """Every instruction: its number, its text, and for each course its start, its times and the memory behind it."""
+    """Every instruction: its number, its text, and for each course its start, its times and the memory after it."""
     head, rows = ["", "instruction"], []
     for course in courses:
         head += [f"{course.name}: start", "takes", "exposed", "memory"]

@@ -95,9 +95,9 @@ def _absent(value: str, there: list[str], exact: bool) -> str:
 
 
 def threads(environ: Mapping[str, str], cores: int, quota: float | None, ranks: int) -> Check:
-    """Whether there is a core for each thread of all ranks.
+    """Checks that there is a core for each thread of all ranks.
 
-    `cores`: those that this process may use. `quota`: how many of them a container may use at once; None: all.
+    `cores`: those that this process may use. `quota`: how many of them a container may use together; None: all.
     """
     usable = max(1, int(min(cores, quota or cores)))
     given = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
@@ -113,7 +113,7 @@ def threads(environ: Mapping[str, str], cores: int, quota: float | None, ranks: 
 
 
 def shared_memory(total: int, free: int) -> Check:
-    """Whether /dev/shm, of so many bytes, has room. 0: there is none."""
+    """Checks that /dev/shm, of `total` bytes, has room. 0: it does not exist."""
     detail = f"{free / 2**20:.0f} of {total / 2**20:.0f} MiB are free in /dev/shm"
     if total < ROOM:
         cure = "docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=16g /dev/shm"
@@ -132,7 +132,7 @@ def libraries(requirements: Iterable[str], installed: Callable[[str], str | None
     for wanted in map(Requirement, requirements):
         version, extra = installed(wanted.name), str(wanted.marker or "")
         if wanted.name == "torch" or '"test"' in extra or '"lint"' in extra:
-            continue  # torch has a check of its own
+            continue  # torch has its own check
         cure = f"pip install '{wanted.name}{wanted.specifier}'"
         if version is None and not extra:
             yield Check(wanted.name, "failed", "not installed", cure)
@@ -170,7 +170,7 @@ def _installed(name: str) -> str | None:
 
 
 def _quota(limits: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
-    """How many cores a container may use at once, by its cgroup. None: no limit."""
+    """How many cores a container may use together, by its cgroup. None: no limit."""
     try:
         share, period = limits.read_text().split()
     except (OSError, ValueError):

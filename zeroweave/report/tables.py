@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 WIDTH: Final = 80
-"""Characters of a line, as far as what it tells can be broken."""
+"""Characters of a line, where its text can be broken."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
@@ -22,8 +22,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def tables(head: Sequence[str], rows: Sequence[Sequence[object]], keep: int = 1) -> list[str]:
-    """The same as one table, or as several below each other with the first `keep` columns each, where it is wider than
-    `WIDTH`.
+    """The same as one table, or, if that is wider than `WIDTH`, as several below each other. Each has the first `keep`
+    columns.
     """
     lines: list[str] = []
     stop = keep

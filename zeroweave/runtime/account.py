@@ -1,4 +1,4 @@
-"""One bucket's gradients in the open window: what is still to come, what has come, and what was reduced."""
+"""One bucket's gradients in the open window: those that are missing, those that have come, and their sums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ONCE: Final = "compute with it in the model's forward only, or remove the hooks
 
 
 class Account:
-    """The account of `bucket`, whose gradients add up in `accumulate_dtype` or a wider one of their own.
+    """The account of `bucket`, whose gradients add up in `accumulate_dtype`, or in their own dtype if that is wider.
 
     `shards` counts the bytes of settled gradients.
     """
@@ -39,7 +39,7 @@ class Account:
         self._near: torch.Tensor | None = None
         """[numel / group] of a replicated bucket what was reduced inside and not yet across replicas"""
         self.dtype = torch.promote_types(accumulate_dtype, bucket.dtype)
-        """in which gradients add up: never narrower than they are themselves"""
+        """in which gradients add up: never narrower than their own"""
         self.reset()
 
     def reset(self) -> None:
@@ -51,11 +51,11 @@ class Account:
         self._read: set[int] = set()
         """slots that eager code has read, whose gradient may still come"""
         self._armed = False
-        """was anything announced? A backward without a word before it is complete only at its end"""
+        """True if anything was announced. An unannounced backward is complete only at its end"""
         self.parts: dict[int, torch.Tensor] = {}
         """contributions of this backward that have entered no reduction yet"""
         self._unhooked: dict[int, torch.Tensor] = {}
-        """those on whose sum hooks have to run"""
+        """those whose sums hooks have yet to run on"""
         self._hooked: set[int] = set()
         """slots on whose gradients hooks have run in this backward"""
         self.flat.clear()
@@ -68,11 +68,11 @@ class Account:
         self.had_gradient: set[int] = set()
         """slots"""
         self._fresh = False
-        """has a contribution come that was not folded or issued yet?"""
+        """True if a contribution has come that was not folded or issued yet"""
         self.reported = False
-        """was the bucket said to be complete in the present backward?"""
+        """True if the bucket was reported complete in the present backward"""
         self.issued = False
-        """was it reduced in the present backward?"""
+        """True if it was reduced in the present backward"""
 
     # ------------------------------------------------------------------ contributions
     def announce(self, slot: int) -> None:
@@ -86,7 +86,7 @@ class Account:
         self._expected.add(slot)
 
     def read(self, slot: int) -> None:
-        """Eager code reads the slot: a gradient may come by that, or none, as where it asks for the dtype only."""
+        """Eager code reads the slot: a gradient may follow, or none, as when it only asks for the dtype."""
         self._armed = True
         self._read.add(slot)
 
@@ -108,10 +108,10 @@ class Account:
         return None if slot in self.parts or self.local is not None else self.flat.lend(slot)
 
     def sum_of(self, slot: int) -> torch.Tensor | None:
-        """The slot's local sum, for a contribution to be added to right now. None: it is to be a part, as others are.
+        """The slot's local sum, for a contribution to be added to right now. None: it is an ordinary part.
 
-        So it is where matmuls cannot add to sums of this dtype, and where kernels that were compiled for aligned memory
-        would add elsewhere. So it is behind the bucket's reduction, too, which a further one has to follow then.
+        It is a part if matmuls cannot add to sums of this dtype, or if the slot is not aligned as compiled kernels
+        require. It is a part after the bucket's reduction, too: another reduction has to follow then.
         """
         if self.issued or not may_add(self.bucket.dtype, self.dtype) or not self.bucket.is_aligned(slot):
             return None
@@ -120,7 +120,7 @@ class Account:
         return self._sums[slot]
 
     def _sum_memory(self) -> torch.Tensor:
-        """Memory [numel] for a local sum. Where graphs know it by its address it is that of the window before."""
+        """Memory [numel] for a local sum. If graphs know its address, it is that of the window before."""
         if self._kept_sum is not None and storage_use_count(self._kept_sum[0]) == self._kept_sum[1]:
             storage = self._kept_sum[0]
             made = torch.empty(0, dtype=self.dtype, device=self.bucket.device)
@@ -128,7 +128,7 @@ class Account:
         made = torch.empty(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device)
         if self._keeps_sum:
             storage = made.untyped_storage()
-            self._kept_sum = storage, storage_use_count(storage) - 1  # nobody has it but what keeps it
+            self._kept_sum = storage, storage_use_count(storage) - 1  # without `made`
         return made
 
     def _sum_up(self, local: torch.Tensor) -> None:
@@ -136,7 +136,7 @@ class Account:
         self.local, self._sums = local, self.bucket.views(local)
 
     def add(self, slot: int, gradient: torch.Tensor, made: bool = False) -> None:
-        """A contribution. `made`: nobody else has its memory. The slot's local sum itself: it has been added there."""
+        """A contribution. `made`: no other tensor shares its memory. The slot's local sum: it has been added there."""
         self.had_gradient.add(slot)
         self._fresh = True
         if self._sums and gradient is self._sums[slot]:
@@ -154,7 +154,7 @@ class Account:
 
     @torch.no_grad()
     def _run_hooks(self) -> None:
-        """What the program's hooks make of the gradients of this backward becomes parts."""
+        """Runs the program's hooks on the gradients of this backward; their results become parts."""
         unhooked, self._unhooked = self._unhooked, {}
         for slot, gradient in unhooked.items():
             made = gradient.clone()  # which hooks may write
@@ -170,10 +170,10 @@ class Account:
             self._hooked.add(slot)
 
     def newly_complete(self, reducing: bool) -> bool:
-        """Has nothing announced been missing since this contribution? Says so once until it is added up.
+        """True if all that was announced is there since this contribution; once until it is added up.
 
-        A backward that reduces waits for what may come, too: the bucket is reduced once. Others add that up when it
-        comes, and need no memory for gradients that wait, unless hooks wait for all of them.
+        A backward that reduces also waits for gradients that may come: the bucket is reduced once. Others add these up
+        when they come, and need no memory for gradients that wait, unless hooks wait for all of them.
         """
         missing = self._announced or self._expected or (self._read if reducing else self._unhooked)
         if self.reported or missing or not (self._armed and self._fresh):
@@ -237,7 +237,7 @@ class Account:
                 self._keep(self.shard.to(self.dtype).add_(result))
 
     def end_backward(self) -> None:
-        """Announced gradients that did not come count as zeros; the next backward reduces anew."""
+        """Announced gradients that did not come count as zeros; the next backward reduces again."""
         self._run_hooks()
         if self.parts and not self.issued:
             raise ZeroweaveError(f"bucket {self.bucket.layout.name!r}: a gradient entered no reduction")
@@ -246,7 +246,7 @@ class Account:
         self._read.clear()
         self._hooked.clear()
         if not self.parts:
-            self.flat.clear()  # what was lent for gradients that nobody wanted
+            self.flat.clear()  # memory that was lent for gradients that were not wanted
         self.issued = self.reported = self._armed = False
 
     # ------------------------------------------------------------------ the settled gradient

@@ -1,13 +1,13 @@
-"""Activations in host memory: what forward calls have saved leaves the device, and is back when a backward needs it.
+"""Activations in host memory: what forward calls save leaves the device, and returns before a backward needs it.
 
-What moves is the content of storages. The tensors that autograd keeps stay as they are, with their shapes, strides and
-versions, whatever they view and overlap; meanwhile their storage has no bytes. Only what nobody but autograd can
-read is moved, so that nobody can write, either, what has been copied. A storage that the program holds as well waits
-for the end of later calls, and stays if that never changes.
+The content of storages moves. The tensors that autograd keeps stay unchanged, with their shapes, strides, versions,
+views and overlaps; meanwhile their storage has no bytes. Only storages that autograd alone can read are moved, so that
+no other code can write them after they were copied. A storage that the program holds as well waits for the end of
+later calls, and stays if the program never drops it.
 
     on the device ── Offload ──> leaving ── Release ──> away ── Reload ──> arriving ── first use ──> on the device
 
-What is asked for before the schedule brings it back, in a step that departs or by another graph, comes on demand.
+A storage that is needed before the schedule brings it back (in a departed step, by another graph) comes on demand.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from zeroweave.schedule import Call, Instruction, Needed, Offload, Release, Relo
 class Offloading:
     """Moves storages of `threshold` bytes and more between the device of `copies` and host memory.
 
-    A call's activations are what is saved from the end of the call before it up to its own end: the input that a
-    checkpoint around the call saves, too. `note` hears of what a backward asks for, for the first time each.
+    A call's activations are what is saved from the end of the call before it up to its own end, including the input
+    that a checkpoint around the call saves. `note` is called when a backward first asks for a call's activations.
     """
 
     def __init__(self, threshold: int, copies: CopyStream, note: Callable[[Needed], object]) -> None:
@@ -70,7 +70,7 @@ class Offloading:
         self._fresh.add(saved)
 
     def begin_forward(self) -> None:
-        """What was saved behind the last call of the forward before belongs to none."""
+        """What was saved after the last call of the forward before belongs to no call."""
         self._fresh = weakref.WeakSet()
 
     def end_call(self, call: Call, number: int) -> None:
@@ -105,7 +105,7 @@ class Offloading:
 
     @staticmethod
     def _is_free(home: Home) -> bool:
-        """Has the storage been saved for calls only, and can nobody else read it?"""
+        """True if the storage has been saved for calls only, and no other code can read it."""
         return all(s.group is not None for s in home.saved) and bool(unshared(home.tensors(), held=1))
 
     # ------------------------------------------------------------------ instructions
@@ -138,7 +138,7 @@ class Offloading:
 
     @staticmethod
     def _is_wanted_out(home: Home) -> bool:
-        """By all calls that have saved it?"""
+        """True if all calls that have saved it want it out."""
         return all(s.group is not None and s.group.out for s in home.saved)
 
     def _copy_out(
@@ -163,7 +163,7 @@ class Offloading:
             if self._is_wanted_out(home) and free_storages(home.tensors(), threshold=0, held=1):
                 home.gone(self.away)
                 self.moved += home.nbytes
-            else:  # nobody keeps it any more, or somebody has got hold of it, or it is to come back already
+            else:  # it was dropped, or other code holds it by now, or it is to come back already
                 home.stays()
 
     def _bring_back(self, homes: list[Home], timing: AbstractContextManager[None]) -> None:
@@ -182,13 +182,13 @@ class Offloading:
             self._arriving[home] = storage
 
     def arrive(self) -> None:
-        """Whatever is on its way back is there for everything that is computed from now on."""
+        """All that is on its way back is there for all work that is issued from now on."""
         for home in self._arriving:
             self._copies.wait(home.mark)
         self._arriving.clear()
 
     def settle(self) -> None:
-        """Nothing is under way any more: what is leaving stays."""
+        """Ends all copies under way: what is leaving stays."""
         self.arrive()
         for leaving, mark in self._leaving.values():
             self._copies.wait(mark)
@@ -198,7 +198,7 @@ class Offloading:
         self._held.clear()
 
     def next_window(self) -> None:
-        """A window begins. What graphs of earlier ones keep comes back on demand."""
+        """A window begins. Activations that graphs of earlier windows keep come back on demand."""
         self.settle()
         self._groups.clear()
         self._fresh = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""What forwards have saved for backwards: it may wait in host memory, and goes before the optimizer allocates."""
+"""Activations saved for backwards: they may be kept in host memory, and are freed before the optimizer allocates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Activations:
         """bytes, over the engine's life"""
 
     def save(self, tensor: torch.Tensor, version: int) -> Saved:
-        """What autograd keeps in the place of a tensor at this version."""
+        """The object that autograd keeps in the place of a tensor at this version."""
         saved = Saved(tensor, version)
         if self._threshold is not None and tensor.untyped_storage().nbytes() >= self._threshold:
             self._saved.add(saved)
@@ -50,7 +50,7 @@ class Activations:
         return saved.tensor
 
     def free(self) -> None:
-        """Frees what is still kept, but for memory that somebody else can read; its backward is refused."""
+        """Frees what is still kept, except for memory that other code can read; its backward is refused."""
         if self.offloading is not None:
             self.offloading.settle()
         tensors = [saved.take() for saved in self._saved]

@@ -1,4 +1,4 @@
-"""What a backward does with buckets: it goes back over the tape, and beside that holds what is asked for on demand."""
+"""What a backward does with buckets: it goes back over the tape, and also holds what is asked for on demand."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from zeroweave.schedule import Call
 
 
 class Observer:
-    """Whom the runtime tells about windows and outermost backwards, once each, and asks about them.
+    """The runtime tells it about each window and outermost backward, once, and asks whether to reduce.
 
-    This one minds nothing.
+    This one does nothing.
     """
 
     def window_began(self) -> None:
         """The first forward of a window begins."""
 
     def reduces(self) -> bool:
-        """Does the backward that begins now reduce?"""
+        """True if the backward that begins now reduces."""
         return True
 
     def backward_began(self) -> None:
@@ -35,18 +35,18 @@ class Observer:
 class WayBack:
     """The backwards of forward calls: which of them are open, and when the turns of buckets come.
 
-    `leave(frame)` ends a backward that was acquired here. `tape` is noted by whoever runs forward calls.
+    `leave(frame)` ends a backward that was acquired here. The code that runs forward calls notes them on `tape`.
     """
 
     def __init__(self, replay: Replay, leave: Callable[[Frame], None]) -> None:
         self._replay, self._leave = replay, leave
         self.tape = Tape()
         self.active = False
-        """does a backward run that goes back over the tape? One inside a forward, or for other gradients, does not"""
+        """True if a backward runs that goes back over the tape; one in a forward, or for other gradients, does not"""
         self._open: dict[Frame, Frame] = {}
         """a forward's frame -> its backward, which holds its buckets"""
         self._beside: dict[int, list[Frame]] = {}
-        """bucket -> backwards of eager code that are no step of the way: of code outside of calls, of inner graphs"""
+        """bucket -> backwards of eager code that are off the tape: of code outside of calls, of inner graphs"""
 
     # ------------------------------------------------------------------ its course
     def begin(self) -> None:
@@ -55,7 +55,7 @@ class WayBack:
         self.tape.begin_backward()
 
     def finish(self) -> None:
-        """The backward is over: whatever it has not come to is passed, because others may have."""
+        """The backward is over: steps that it has not come to are taken, because other ranks may have come to them."""
         self.leave_finished(everything=True)
         if self.active:
             for step in self.tape.rest():
@@ -72,7 +72,7 @@ class WayBack:
 
     # ------------------------------------------------------------------ what the program tells
     def enter(self, name: str, uses: tuple[int, ...]) -> Frame:
-        """Compiled code runs, of the backward of the call `name`."""
+        """Compiled code of the backward of the call `name` runs."""
         self.leave_finished()
         call = Call(name, "backward")
         if self.active and (origin := self.tape.last(name)) is not None and not origin.silent:
@@ -85,7 +85,7 @@ class WayBack:
         return frame
 
     def left(self, frame: Frame) -> None:
-        """That code has run. Where a schedule says what comes next, the call is over with the last of its parts."""
+        """That code has run. If a schedule says what comes next, the call is over with the last of its parts."""
         origin = frame.origin
         assert origin is not None
         if origin.part_over() and not origin.handles and self._replay.may_end(frame.call):
@@ -106,9 +106,9 @@ class WayBack:
         frames.append(frame)
 
     def recompute(self, frame: Frame, again: bool) -> None:
-        """A forward call begins. In a backward it may be one that runs again, which `again` says of some.
+        """A forward call begins. In a backward it may be one that runs again; `again`: True if that is known.
 
-        What its backward holds already needs no further hold.
+        Buckets that its backward holds already need no further hold.
         """
         origin = self.tape.last(frame.call.name) if self.active and torch.is_grad_enabled() else None
         if origin is None or not (origin.silent or (again and origin.segment is not None)):
@@ -121,7 +121,7 @@ class WayBack:
             frame.runs_again(origin)
 
     def leave_finished(self, everything: bool = False) -> None:
-        """Leaves what stands beside the way and was asked for all that it had saved: its nodes have run."""
+        """Leaves backwards off the tape that were asked for all that was saved for them: their nodes have run."""
         for frames in self._beside.values():
             for frame in list(frames):
                 origin = frame.origin
@@ -133,13 +133,13 @@ class WayBack:
 
     # ------------------------------------------------------------------ steps
     def _reach(self, origin: Frame, needed: frozenset[int]) -> frozenset[int]:
-        """The backward has come to a call and needs these buckets; returns those that it does not hold by that."""
+        """The backward has come to a call and needs these buckets; returns those that it does not hold then."""
         for step in self.tape.to(origin):
             self._take(step, needed if step.frame is origin else frozenset())
         return needed.difference(held.uses) if (held := self._open.get(origin)) is not None else needed
 
     def _take(self, step: StepBack, needed: frozenset[int] = frozenset()) -> None:
-        """`needed`: the buckets that the program asks for where the step leads to."""
+        """`needed`: the buckets that the program asks for in the call that the step leads to."""
         self.leave_finished()
         if step.begins:
             self._begin(step.frame, needed)
@@ -150,12 +150,12 @@ class WayBack:
             self._replay.turn(bucket)
 
     def _begin(self, frame: Frame, needed: frozenset[int]) -> None:
-        """Makes usable what the forward has used, all or nothing: which of it a rank needs may depend on its batch.
+        """Makes usable all that the forward has used, or nothing: the part that a rank needs may depend on its batch.
 
-        This rank's backward may not come to the call; others' may.
+        This rank's backward may not come to the call; those of other ranks may.
         """
         if frame.is_read or frame.silent:
-            return  # the code that reads it lies anywhere behind it; what runs again announces itself
+            return  # code that reads it may come anywhere after it; a call that runs again announces itself
         frame.backward_begins()
         call = Call(frame.call.name, "backward")
         if frame.uses and (needed or self._replay.plans(call)):

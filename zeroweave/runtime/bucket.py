@@ -27,7 +27,7 @@ from zeroweave.schedule.build import Schedule
 
 
 def write_error(names: str) -> str:
-    """What the error says of parameters that were written in place."""
+    """The error message for parameters that were written in place."""
     return (
         f"[ZW204] {names} written in place during a call: the write would be lost with the next gather; "
         "write parameters inside `with engine.full_parameters():`"
@@ -38,7 +38,7 @@ class Bucket(Flat):
     """One bucket of this rank. `real[i]` is the Parameter that views slot i of the flat.
 
     The real parameters keep shape, dtype and stride while the storage is freed; PyTorch dies on a read
-    then, so whoever computes with them holds the bucket (`unshard`, `wait`, …, `reshard`). One that user code
+    then, so code that computes with them holds the bucket (`unshard`, `wait`, …, `reshard`). One that user code
     refers to for longer (`ctx.weight = weight`) stays readable until its values change; then it is retired, and
     another Parameter takes its place in `real`.
     """
@@ -64,17 +64,17 @@ class Bucket(Flat):
         self.home = home
         own = home.source if home.can_be_flat(layout.world) else None
         self.near: NearShard | None = None
-        """what the ranks of a replica gather from; None: the bucket is not replicated"""
+        """where the ranks of a replica gather from; None: the bucket is not replicated"""
         if layout.replicas > 1:
             self.near = NearShard(layout, dtype, transport, home.gatherer, lambda: home.source)
         super().__init__(layout, dtype, device, self.near or home.gatherer, lambda: home.source, flats, own)
         self.rank = layout.place(transport.rank)
         """this rank's place in the bucket's sharding group"""
         self.number = layout.number(transport.rank)
-        """which of the groups of that name it is in: whose parameters these are"""
+        """which of the groups of that name it is in, which owns these parameters"""
         if not self.is_shard:
             self.storage.resize_(layout.nbytes)  # for as long as views of it are made
-        # `.data` gives each parameter a version counter of its own, so that a write to one is seen and named.
+        # `.data` gives each parameter its own version counter, so that a write to one is seen and named.
         self.real = [nn.Parameter(view.data, requires_grad=layout.requires_grad) for view in self.views(self.flat)]
         if not self.is_shard:
             self.storage.resize_(0)
@@ -95,22 +95,24 @@ class Bucket(Flat):
 
     @property
     def device(self) -> torch.device:
-        """Where it is computed with."""
+        """The device of the computation."""
         return self.flat.device
 
     @property
     def shard(self) -> torch.Tensor:
-        """The master [numel / world], in the memory where it lives."""
+        """The master [numel / world], in its home memory."""
         return self.home.master
 
     def values(self) -> torch.Tensor:
         """The shard [numel / world] on the device: itself, or a copy where it lives in host memory."""
+        self.still()
         return self.home.values()
 
     def put(self, values: torch.Tensor) -> None:
-        """Overwrites the shard by values on the device, which nobody writes any more."""
+        """Overwrites the shard by values on the device, which are not written any more."""
         self.still()
         self.home.put(values)
+        self.rewritten()
 
     def gather_across(self) -> None:
         """Starts to bring the shards' values to all replicas, if they have changed. Collective."""
@@ -121,6 +123,11 @@ class Bucket(Flat):
         """The shard may be written: no gather across replicas reads it."""
         if self.near is not None:
             self.near.wait()
+
+    def rewritten(self) -> None:
+        """The shard was written, on all ranks alike: it is gathered across replicas again."""
+        if self.near is not None:
+            self.near.expire()
 
     def part(self) -> None:
         """The program may write the flat. Until `unite`, `values` are those of now, even if it is the shard."""
@@ -133,7 +140,7 @@ class Bucket(Flat):
             self.home.unite(restore)
 
     def attach(self, retire: Callable[[str, nn.Parameter], nn.Parameter], hooks: Mapping[str, Hooks]) -> None:
-        """Called once, by whoever shows the real parameters.
+        """Called once, by the code that shows the real parameters.
 
         `retire(name, parameter)` makes all references to one refuse, and returns the Parameter that takes its place.
         `hooks`: the program's, by the names of parameters.
@@ -147,14 +154,14 @@ class Bucket(Flat):
     def note_shown(self, shown: bool) -> None:
         """The modules show the real parameters from now on, or do not.
 
-        What refers to them when either happens for the first time is the engine's own for good.
+        References to them that exist when either happens for the first time are the engine's own, for good.
         """
         if shown not in self._own:
             self._own[shown] = owners(self.real)
         self._shown = shown
 
     def referenced(self) -> list[int]:
-        """The slots whose real parameters somebody else refers to."""
+        """The slots whose real parameters are referred to from outside the engine."""
         own, now = self._own.get(self._shown), owners(self.real)
         if own is None or now == own:
             return []
@@ -217,13 +224,11 @@ class Bucket(Flat):
 
     @property
     def written(self) -> bool:
-        """Was a parameter written in place since the last `renew`?"""
+        """True if a parameter was written in place since the last `renew`."""
         return versions(self.real) != [known for known, _, _ in self._marks]
 
     def renew(self) -> None:
-        """The shard was written: whatever was saved for a backward before, or kept, is out of date."""
-        if self.near is not None:
-            self.near.expire()
+        """The shard was written: values saved for a backward before, or kept, are out of date."""
         for index in self.referenced():
             self.real[index] = self._retire(self.layout.slots[index].name, self.real[index])
         increment_version(self.real)
@@ -233,9 +238,9 @@ class Bucket(Flat):
             self.expire()
 
     def forget_strays(self, holds: int) -> bool:
-        """Leaves it so many holds, and no gradients. Were there others?
+        """Leaves it so many holds, and no gradients. True if there were others.
 
-        Nobody else can drop what has no note: Ctrl-C may come between a hold, or what autograd accumulates, and that.
+        After Ctrl-C a hold or a gradient may be there without its note: then no other code can drop it.
         """
         left = [p for p in self.real if p.grad is not None]
         for p in left:
@@ -248,7 +253,7 @@ class Bucket(Flat):
         return [flat.narrow(0, s.offset, s.numel).view(s.shape) for s in self.layout.slots]
 
     def is_aligned(self, slot: int) -> bool:
-        """Does a slot begin, in a flat of this dtype, where compiled code may write a matrix?"""
+        """True if a slot begins, in a flat of this dtype, where compiled code may write a matrix."""
         return self.layout.slots[slot].offset * self.dtype.itemsize % 16 == 0
 
     def slice(self, flat: torch.Tensor) -> torch.Tensor:
@@ -257,7 +262,7 @@ class Bucket(Flat):
         return flat[start:stop]
 
     def fragment(self, shard: torch.Tensor, slot: int) -> torch.Tensor:
-        """What of a slot lies in a tensor [numel / world] that is laid out like the shard; may be empty."""
+        """The part of a slot in a tensor [numel / world] that is laid out like the shard; may be empty."""
         place = self.layout.fragment(slot, self.rank)
         return shard[place.start : place.start + place.numel]
 
@@ -304,10 +309,10 @@ class Directory:
 
 
 def seat(buckets: Mapping[int, Bucket], places: Places, schedule: Schedule | None) -> None:
-    """Gathers find their buckets where this schedule has them, whoever asks for them. Collective, between windows.
+    """Assigns each bucket the place that this schedule gives it, for all gathers. Collective, between windows.
 
-    The schedule is one that all ranks have agreed on, and without one no bucket has a place. So the way of a gather
-    follows from what all ranks know: not from the order of calls, nor from who still views a flat on some rank.
+    All ranks have agreed on the schedule, and without one no bucket has a place. So the way of a gather follows from
+    what all ranks know, not from the order of calls, nor from the views of a flat that are left on one rank.
     """
     numbers, sizes = ({}, {}) if schedule is None else (schedule.places, schedule.place_sizes)
     there = places.fit(sizes)
@@ -328,7 +333,7 @@ class Lingering:
             self._lingering.add(bucket)
 
     def sweep(self) -> None:
-        """Frees what nobody views any more."""
+        """Frees the flats that are not viewed any more."""
         if not self._lingering:
             return
         for bucket in sorted(self._lingering):
@@ -342,19 +347,19 @@ class Lingering:
                 self._lingering.add(bucket)
 
     def expire(self, buckets: Iterable[int] | None = None) -> None:
-        """What these have gathered, by default all, is gathered again when it is needed. Equally on all ranks."""
+        """These buckets, by default all, are gathered again when they are needed. Equally on all ranks."""
         for bucket in sorted(self._buckets if buckets is None else buckets):
             if not self._buckets[bucket].expire():
                 self._lingering.add(bucket)
 
     def let_go(self) -> None:
-        """As `expire` for all, and no memory remains. Equally on all ranks."""
+        """As `expire` for all, and all memory is freed. Equally on all ranks."""
         for bucket, each in sorted(self._buckets.items()):
             if not each.let_go():
                 self._lingering.add(bucket)
 
     def gather_again(self) -> None:
-        """What is gathered is not what the shards have: whoever holds it sees those from now on. Collective."""
+        """Gathered values differ from the shards: holders see those of the shards from now on. Collective."""
         self.expire()
         for _, bucket in sorted(self._buckets.items()):
             if bucket.holds:
@@ -386,7 +391,7 @@ class Lingering:
 class SavedViews:
     """The views of flats that a compiled forward has just saved, until autograd asks what becomes of each.
 
-    A view is known again by its place, or by where it lies if it is no slot.
+    A view is identified by its place, or by its address if it is no slot.
     """
 
     def __init__(self) -> None:
@@ -397,7 +402,7 @@ class SavedViews:
         self._counts[_key(tensor, place)] += 1
 
     def take(self, tensor: torch.Tensor, place: tuple[int, int]) -> bool:
-        """Is it one of them? Each is asked for once."""
+        """True if it is one of them. Each is asked for once."""
         key = _key(tensor, place)
         if not (left := self._counts.get(key, 0)):
             return False
@@ -405,7 +410,7 @@ class SavedViews:
         return True
 
     def clear(self) -> None:
-        """The call has ended: nobody asks any more."""
+        """The call has ended: no view is asked for any more."""
         self._counts.clear()
 
 

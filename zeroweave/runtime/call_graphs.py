@@ -32,9 +32,9 @@ Run = Callable[[list[Any]], Any]
 """Code of a template: takes its arguments in one list, which it empties."""
 
 RECORDINGS: Final = 24
-"""So many are kept; of more, the least recently used goes."""
+"""So many are kept; the least recently used one is dropped for a further one."""
 MISSES: Final = 3
-"""A recording goes when so many units in a row have departed from it."""
+"""A recording is dropped when so many units in a row have departed from it."""
 
 
 class Graph(Protocol):
@@ -69,7 +69,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How a tensor lies in a storage: offset, sizes and strides in elements."""
+    """The layout of a tensor in its storage: offset, sizes and strides in elements."""
 
     dtype: torch.dtype
     offset: int
@@ -87,16 +87,16 @@ class View:
         return replace(self, offset=int(arg.storage_offset()) + self.offset).on(arg.untyped_storage())
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """A tensor with its own version counter, whatever mode it is asked for in."""
+        """A tensor with its own version counter, in any autograd mode."""
         with torch.inference_mode(False), torch.no_grad():
             made = torch.empty(0, dtype=self.dtype, device=storage.device)
             return made.set_(storage, self.offset, self.size, self.stride)
 
 
 class Block:
-    """A piece of memory at a fixed address, which tensors have in one unit after the other.
+    """A piece of memory at a fixed address, which tensors use in one unit after the other.
 
-    `storage`: the one that has it now. `owner`: what keeps the memory; None: the pool of the graphs does.
+    `storage`: the one that uses it now. `owner`: the tensor that keeps the memory; None: the graphs' pool keeps it.
     """
 
     __slots__ = ("_first", "_own", "_storage", "address", "owner")
@@ -105,7 +105,7 @@ class Block:
         self.address, self.owner = storage.data_ptr(), owner
         self._first = None if owner is not None else StorageReference(storage)
         self._storage, self._own = borrowed_storage(storage), 1
-        """and how many tensors and objects have it that nobody else sees"""
+        """and how many of its uses are the block's own"""
 
     @property
     def alive(self) -> bool:
@@ -117,7 +117,7 @@ class Block:
         return storage_use_count(self._storage) > self._own
 
     def pattern(self, view: View) -> Tensor:
-        """A tensor that does not count as one that has the memory; its `data` does, with a version of its own."""
+        """A tensor that does not count as one that has the memory; its `data` does, with its own version."""
         self._own += 1
         return view.on(self._storage)
 
@@ -149,7 +149,7 @@ class Execution:
     constants: list[tuple[int, Any]] = field(default_factory=list)
     """arguments that are no tensors of the device: they must be equal"""
     bound: list[tuple[int, int]] = field(default_factory=list)
-    """arguments that must lie at these addresses"""
+    """arguments that must be at these addresses"""
     copied: list[Copied] = field(default_factory=list)
     filled: list[tuple[int, Tensor]] = field(default_factory=list)
     """arguments that get their memory from the code, with its pattern"""
@@ -158,7 +158,7 @@ class Execution:
     new: list[tuple[int, Tensor]] = field(default_factory=list)
     """patterns of new outputs"""
     given: list[tuple[int, int, View | None]] = field(default_factory=list)
-    """outputs that are arguments, or how they lie in them, with an offset from the argument on"""
+    """outputs that are arguments, or views of them, with an offset from the argument on"""
 
 
 @dataclass(slots=True)
@@ -184,7 +184,7 @@ class Recording:
         self.misses = 0
 
     def missed(self) -> int:
-        """A unit has departed from it. How many have in a row?"""
+        """Counts a unit that has departed from it; returns how many have in a row."""
         self.misses += 1
         return self.misses
 
@@ -223,14 +223,14 @@ class CallGraphs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the graphs have beside tensors."""
+        """Bytes that the graphs use in addition to tensors."""
         return self._capture.nbytes
 
     # ------------------------------------------------------------------ units
     def begin(self, signature: Hashable, settled: bool) -> None:
-        """An outermost forward begins. `settled`: parameters lie where they will in the next steps."""
+        """An outermost forward begins. `settled`: parameters have the addresses of the next steps."""
         if self._unit is not None and any(block.alive for block in self._unit.blocks):
-            return  # the unit goes on
+            return  # the unit continues
         self._end()
         self._signature = signature
         if (known := self._recordings.get(signature)) is not None:
@@ -277,7 +277,7 @@ class CallGraphs:
             self._recordings.pop(self._signature, None)
 
     def _step(self) -> Execution | Loan | None:
-        """The recording's next step, if what has to be dead by then is dead."""
+        """The recording's next step; None after the last, or if a block is alive that was dead then."""
         assert self._unit is not None
         if self._next == len(self._unit.steps):
             return None
@@ -287,7 +287,7 @@ class CallGraphs:
         return None if self._overdue else step
 
     def _died(self) -> list[Block]:
-        """What has died since the last step of the recording that is made."""
+        """The blocks that have died since the last step of the recording being made."""
         dead = [block for block in self._living if not block.alive]
         if dead:
             self._living = [block for block in self._living if block not in dead]
@@ -300,7 +300,7 @@ class CallGraphs:
         self._living.append(block)
 
     def own(self, tensor: Tensor) -> Tensor:
-        """The tensor, or a copy where it lies in memory that graphs write: the program may keep it."""
+        """The tensor, or a copy if graphs write its memory: the program may keep it."""
         if self._unit is None or tensor.device.type != self._device.type or not tensor.numel():
             return tensor
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._unit.at else tensor
@@ -328,7 +328,7 @@ class CallGraphs:
 
     # ------------------------------------------------------------------ executions
     def execute(self, run: Run, args: list[Any], bound: Callable[[], Collection[int]]) -> Any:
-        """`run(args)`, as a graph where there is one. `bound()`: the parameters among them, and what `run` writes."""
+        """`run(args)`, as a graph if there is one. `bound()`: the parameters among them, and what `run` writes."""
         if self._mode is Mode.REPLAYING:
             step = self._step()
             if not isinstance(step, Execution) or step.run is not run:
@@ -411,7 +411,7 @@ class CallGraphs:
         if why is None:
             try:
                 step.graph, outputs = self._capture.capture(run, list(given))
-            except Exception as error:  # whatever the code cannot do inside of a capture
+            except Exception as error:  # anything that the code cannot do inside a capture
                 why = f"it cannot be captured: {error}"
                 for i in empty:
                     args[i].untyped_storage().resize_(0)
@@ -471,7 +471,7 @@ class CallGraphs:
         statics: dict[int, Block],
         made: dict[int, Block],
     ) -> None:
-        """What such an output is in a replay. `statics`: of copied arguments; `made`: what is new, by address."""
+        """Notes how a replay makes this output. `statics`: of copied arguments; `made`: what is new, by address."""
         if not isinstance(output, Tensor) or output.device.type != self._device.type or not output.numel():
             step.outputs.append(output)
             return
@@ -496,7 +496,7 @@ _UNKNOWN: Final = object()
 
 
 def _constant(arg: Any) -> Any:
-    """What a graph has of an argument that is no tensor of its device."""
+    """The constant that a graph keeps of an argument that is no tensor of its device."""
     if isinstance(arg, Tensor):
         return (arg.dtype, arg.item()) if arg.dim() == 0 and arg.device.type == "cpu" else _UNKNOWN
     if arg is None or isinstance(arg, bool | int | float | complex | str | torch.dtype | torch.device):
@@ -505,7 +505,7 @@ def _constant(arg: Any) -> Any:
 
 
 def _stamp(arg: Tensor) -> int | None:
-    """How often an argument was written in place; None where nobody counts, as in inference mode."""
+    """How often an argument was written in place; None where PyTorch does not count, as in inference mode."""
     return None if arg.is_inference() else version(arg)
 
 
@@ -538,7 +538,7 @@ def _random_numbers(device: torch.device) -> Tensor:
 
 
 def _restart(device: torch.device, state: Tensor) -> None:
-    """The device's generator goes on from `state`."""
+    """The device's generator continues from `state`."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -550,7 +550,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _distinct(arg: Tensor) -> View | None:
-    """The part of a tensor in which each element has memory of its own; None where there is no simple one."""
+    """The part of a tensor in which each element has its own memory; None if there is no simple one."""
     size = tuple(n if stride else min(n, 1) for n, stride in zip(arg.shape, arg.stride(), strict=True))
     part = View(arg.dtype, int(arg.storage_offset()), size, arg.stride())
     reach = 1
@@ -563,5 +563,5 @@ def _distinct(arg: Tensor) -> View | None:
 
 
 def _part(arg: Tensor, part: View) -> Tensor:
-    """The same part of an argument that may lie elsewhere, in its storage, too."""
+    """The same part of an argument, whose storage and offset may differ."""
     return arg if part.size == arg.shape else arg.as_strided(part.size, part.stride)

@@ -1,4 +1,4 @@
-"""Copies between one device and host memory, on a stream of their own. What they are for is told in `transfers`."""
+"""Copies between one device and host memory, on their own stream. `transfers` says what they are for."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class CopyStream:
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self.stream is not None)
 
     def moves(self, tensor: torch.Tensor) -> bool:
-        """May the storage of a tensor be emptied and filled again? Of a subclass nobody knows what it keeps there."""
+        """True if the storage of a tensor may be emptied and filled again; a subclass may keep anything there."""
         plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
         return plain and tensor.device == self._device
 
     def issue(self) -> AbstractContextManager[None]:
-        """What is copied inside comes after everything that the current stream has been given so far."""
+        """Copies made inside follow all work that the current stream has been given so far."""
         return beside(self._side)
 
     def here(self) -> AbstractContextManager[Any]:
-        """Inside, the current stream is this one: what waits there is this stream, and whoever is told to wait for it.
+        """Inside, the current stream is this one: a wait there holds up this stream, and work that waits for it.
 
-        What comes inside waits for nothing else.
+        Work issued inside waits for nothing else.
         """
         return nullcontext() if self.stream is None else self.stream
 
@@ -52,7 +52,7 @@ class CopyStream:
         return torch.cuda.current_stream(self._device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies between two tensors of one shape and dtype, one on the device; inside of `issue`."""
+        """Copies between two tensors of one shape and dtype, one on the device; inside `issue`."""
         target.copy_(source, non_blocking=True)
 
     def lend(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ class CopyStream:
         return None if self.stream is None else self.stream.record_event()
 
     def wait(self, mark: torch.Event | None) -> None:
-        """What the current stream is given from now on comes after a mark: inside of `issue`, the copies."""
+        """Work that the current stream is given from now on follows a mark; inside `issue`, copies follow it."""
         if mark is not None:
             self.current().wait_event(mark)
 

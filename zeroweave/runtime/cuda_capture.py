@@ -50,5 +50,5 @@ class CudaCapture:
 
 
 def capture_for(device: torch.device) -> CudaCapture | None:
-    """What captures on such a device; None where it has no graphs."""
+    """The capture of such a device; None if it has no graphs."""
     return CudaCapture(device) if device.type == "cuda" else None

@@ -9,7 +9,6 @@ from zeroweave.schedule import (
     End,
     Instruction,
     Reduce,
-    ReduceAcross,
     Reload,
     Reshard,
     Run,
@@ -20,15 +19,15 @@ from zeroweave.schedule import (
 )
 
 _EVENTS: Final = (Run, End, Reduce, Update)
-_AT_ONCE: Final = (Unshard, Reshard, Reload, Stage, ReduceAcross)
+_AT_ONCE: Final = (Unshard, Reshard, Reload, Stage)
 """Instructions that wait for nothing."""
 
 
 class _View(NamedTuple):
-    """What lies ahead of a place in a schedule."""
+    """The instructions ahead of a place in a schedule."""
 
     event: Instruction | None
-    """the next event or update; None where nothing like that comes any more"""
+    """the next event or update; None: none is left"""
     place: int
     """its index"""
     trail: int
@@ -38,7 +37,7 @@ class _View(NamedTuple):
 class Cursor:
     """The instructions of a schedule, and how many of them have been taken: `index`.
 
-    Many windows follow one schedule, so what lies ahead of each place is found out once. `micro_steps`: see
+    Many windows follow one schedule, so the view ahead of each place is computed once. `micro_steps`: see
     `Schedule.micro_steps`.
     """
 
@@ -106,7 +105,7 @@ class Cursor:
         return self._take(len(self._instructions))
 
     def _behind(self, view: _View) -> int:
-        """The place behind the event of a view."""
+        """The place after the event of a view."""
         return min(view.place + 1, len(self._instructions))
 
     def _take(self, end: int) -> Iterator[Instruction]:

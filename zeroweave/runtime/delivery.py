@@ -52,7 +52,7 @@ class Delivery:
         return self._of_wanted(parts, self._gradients.destination)
 
     def sums(self, parts: Sequence[tuple[int, int]]) -> list[torch.Tensor | None] | None:
-        """To what a compiled backward may add these gradients, (bucket id, slot index); see `Gradients.sum_of`."""
+        """The sums to which a compiled backward may add these (bucket id, slot index); see `Gradients.sum_of`."""
         if self._replay.reducing and not self._gradients.unreduced:
             return None
         found = self._of_wanted(parts, self._gradients.sum_of)
@@ -61,7 +61,7 @@ class Delivery:
     def _of_wanted(
         self, parts: Sequence[tuple[int, int]], ask: Callable[[int, int], torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """What `ask` has for each of these that the window wants as it is."""
+        """The result of `ask` for each of these that the window wants without running hooks; None for others."""
         wanted = {place for place in self._wanted(parts) if not self._buckets[place[0]].hooks(place[1])}
         return [ask(*place) if place in wanted else None for place in parts]
 
@@ -97,7 +97,7 @@ class Delivery:
         return asked
 
     def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
-        """Takes the gradient that autograd has accumulated for a parameter, on whichever stream."""
+        """Takes the gradient that autograd has accumulated for a parameter, on any stream."""
         with self._stream.receive(gradient):
             self._note_backward(accumulates=True)
             if not self._buckets[bucket_id].real[slot].requires_grad:

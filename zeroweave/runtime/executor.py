@@ -34,27 +34,27 @@ from zeroweave.schedule.instructions import (
 
 
 class Staging:
-    """What a checkpoint that is being saved has to have of each bucket before it changes; empty most of the time."""
+    """The snapshots that a checkpoint being saved needs of buckets before these change; empty most of the time."""
 
     def __init__(self) -> None:
         self._snapshots: Mapping[int, Snapshot] = {}
         self._waiting: dict[int, Snapshot] = {}
-        """those that have not begun"""
+        """those that have not started"""
 
     @property
     def busy(self) -> bool:
-        """Is there something that has to be told before buckets change?"""
+        """True if a snapshot has to be told before buckets change."""
         return bool(self._snapshots)
 
     def begin(self, snapshots: Mapping[int, Snapshot]) -> None:
-        """Buckets change behind these snapshots only."""
+        """Buckets change only after these snapshots have their values."""
         self._snapshots, self._waiting = snapshots, dict(snapshots)
 
     def start(self, bucket: int) -> None:
         """The bucket's snapshot begins, if it has not."""
         if (snapshot := self._waiting.get(bucket)) is not None:
             snapshot.start()
-            self._waiting.pop(bucket)  # behind it: an interrupt before it has begun leaves it to the next call
+            self._waiting.pop(bucket)  # last: after an interrupt in `start` the next call starts it again
 
     def arrive(self, bucket: int) -> None:
         """The bucket is about to change."""
@@ -77,7 +77,7 @@ class Staging:
 class Executor:
     """Executes instructions, and knows the holds that they have taken.
 
-    `free`: what `Free` does; None: there is none. `offloading`: what moves activations; None: nothing does.
+    `free`: what `Free` does; None: there is none. `offloading` moves activations; None: they stay.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Executor:
         self._timeline: Timeline | None = None
 
     def note_times(self, timeline: Timeline | None) -> None:
-        """Notes the times of instructions there from now on."""
+        """Notes the times of instructions in `timeline` from now on."""
         self._timeline = timeline
 
     def execute(self, instructions: Iterator[Instruction]) -> None:
@@ -138,9 +138,9 @@ class Executor:
                     timeline.add(instruction, before)
 
     def finish(self, instructions: Iterable[Instruction], update: Callable[[Sequence[int]], object]) -> None:
-        """Executes the end of a window. `update(bucket ids)` is what neighbouring `Update`s do.
+        """Executes the end of a window. `update(bucket ids)` carries out neighbouring `Update`s.
 
-        Where times are noted, each is done by itself.
+        While times are noted, it is called for each one separately.
         """
         for updates, neighbours in groupby(instructions, lambda instruction: isinstance(instruction, Update)):
             if not updates:
@@ -154,7 +154,7 @@ class Executor:
                     self._timeline.add(each, before)
 
     def _lands(self, instruction: Instruction) -> bool:
-        """Is it a `Settle` with something to do? A program that reads gradients has settled what was in flight."""
+        """True for a `Settle` with work to do. A program that reads gradients has settled what was in flight."""
         return isinstance(instruction, Settle) and instruction.bucket in self._gradients.reductions.in_flight
 
     def _update(self, instructions: Sequence[Update], update: Callable[[Sequence[int]], object]) -> None:
@@ -163,7 +163,11 @@ class Executor:
         for bucket in buckets:
             self.staging.arrive(bucket)
             self._buckets[bucket].still()
-        update(buckets)
+        try:
+            update(buckets)
+        finally:
+            for bucket in buckets:
+                self._buckets[bucket].rewritten()
 
     def drop_holds(self) -> None:
         """Drops every hold."""

@@ -1,17 +1,17 @@
-"""A flat at run time: storage that exists while somebody holds it.
+"""A flat at run time: storage that exists while it has holds.
 
 resharded   the flat's storage has 0 bytes; the shard is all there is
-gathering   storage is full size, the all-gather is under way (`unshard` of the first hold)
+gathering   the storage has its full size, the all-gather is under way (`unshard` of the first hold)
 usable      the current stream has waited for the gather (`wait`)
 lingering   no hold is left, but some tensor still views the flat; freed by a later `free`
-standing    no hold is left, and it stays on purpose (`stay`): the next hold finds the values, and gathers nothing
+standing    no hold is left, and it stays on purpose (`stay`): the next hold uses the values, and gathers nothing
 expired     it stays, but its values are not good any more: the next hold gathers them, into the same memory
 
 In a group of one rank the flat can be the shard's own memory (`is_shard`). Then nothing is gathered, copied or freed.
 
-A flat may have a place (`assign`): then its storage lies there when it is gathered, which is how its gather takes the
-way that all ranks have agreed on. Who lies there on this rank alone, because something views it, leaves: its content
-goes to ordinary memory, and its views with it, since they share the storage and not the memory.
+A flat may have a place (`assign`). Then it is gathered there, so that its gather takes the way that all ranks have
+agreed on. A flat that is still there on this rank alone, because it is viewed, leaves: its content moves to ordinary
+memory. Its views move with it, since they share the storage and not the memory.
 """
 
 from __future__ import annotations
@@ -52,53 +52,53 @@ class Flat:
         self.is_shard = shard is not None
         self.flat = torch.empty(layout.numel, dtype=dtype, device=device) if shard is None else shard
         self.storage = self.flat.untyped_storage()
-        # `.data` has a version counter of its own: a gather is no write to the parameters.
+        # `.data` has its own version counter: a gather is no write to the parameters.
         self._target = self.flat.data
         if not self.is_shard:
             self.storage.resize_(0)
         self.holds = 0
         self.stays = False
-        """does it stand behind its last hold? From its next gather on, which all ranks issue"""
+        """True if it stands after its last hold, from its next gather on, which all ranks issue"""
         self.standing = False
-        """is what was gathered good until it expires?"""
+        """True if the gathered values are good until they expire"""
         self._remains = False
-        """does its memory stay from its first gather on, whatever becomes of its values?"""
+        """True if its memory stays from its first gather on, even if its values expire"""
         self.gathers = 0
         """how many were issued"""
         self._pending: Pending | None = None
         self._adrift = False
-        """may a gather be under way that nobody can wait for? An exception came between, as Ctrl-C may anywhere"""
+        """True if a gather may be under way that cannot be waited for, after an exception such as Ctrl-C"""
         self._place: Place | None = None
-        """where the next gather finds it; None: in ordinary memory"""
+        """its place from the next gather on; None: ordinary memory"""
         self._at: Place | None = None
-        """where it lies; None: in ordinary memory, or nowhere"""
+        """its place now; None: ordinary memory, or none"""
         self._references = storage_use_count(self.storage)
 
     @property
     def resident(self) -> bool:
-        """Is the storage full size (gathering, usable or lingering)?"""
+        """True if the storage has its full size (gathering, usable or lingering)."""
         return self.storage.nbytes() > 0
 
     @property
     def good(self) -> bool:
-        """Is nothing to be gathered for the next first hold?"""
+        """True if the next first hold has nothing to gather."""
         return self.is_shard or (self.standing and not self._adrift) or not self.layout.numel
 
     @property
     def viewed(self) -> bool:
-        """Does some tensor other than its own view the flat?"""
+        """True if a tensor other than its own views the flat."""
         return self._views() > 0
 
     def _views(self) -> int:
         return storage_use_count(self.storage) - self._references
 
     def may_be_read(self, handed_in: int) -> bool:
-        """Could somebody still read the storage, other than through `handed_in` views?"""
+        """True if the storage may still be read, other than through `handed_in` views."""
         return self._is_shared or self._views() > handed_in
 
     @property
     def _is_shared(self) -> bool:
-        """Does NumPy, or another process, share the memory? It cannot go any more."""
+        """True if NumPy, or another process, shares the memory. It cannot be freed any more."""
         storage = self.storage
         return storage.device.type == "cpu" and (storage.is_shared() or not storage.resizable())
 
@@ -117,7 +117,7 @@ class Flat:
         A lingering flat is gathered again: how long a view lives depends on garbage collection and may
         differ between ranks, but all ranks must issue the same collectives. Its values stay the same.
 
-        Where there is no memory, or the gather cannot be issued, no hold is taken: the next one gathers.
+        If there is no memory, or the gather cannot be issued, no hold is taken: the next one gathers.
         """
         if not self.holds and not self.good:
             try:
@@ -130,9 +130,9 @@ class Flat:
         self.holds += 1
 
     def gather(self) -> None:
-        """Starts the all-gather, for those who hold it again, unless the flat is standing. Not without a `wait` before.
+        """Starts the all-gather for existing holds, unless the flat is standing. The gather before was waited for.
 
-        Where it cannot be issued, the storage stays.
+        If it cannot be issued, the storage stays.
         """
         if not self.good:
             self._move_in()
@@ -146,7 +146,7 @@ class Flat:
         self.standing = self.stays
 
     def stay(self, stays: bool) -> bool:
-        """Whether it is to stand behind its last hold from now on. False if it does not, and lingers.
+        """Sets whether it stands after its last hold from now on. False if it does not, and lingers.
 
         Equally on all ranks, as is `expire`: one of them alone would gather what the others do not.
         """
@@ -166,7 +166,7 @@ class Flat:
         self._remains = True
 
     def let_go(self) -> bool:
-        """As `expire`, and the memory goes in any case. False if it lingers."""
+        """As `expire`, and the memory is freed in any case. False if it lingers."""
         before = self.stays, self._remains
         self.stays = self._remains = False
         try:
@@ -175,11 +175,11 @@ class Flat:
             self.stays, self._remains = before
 
     def assign(self, place: Place | None) -> None:
-        """Where it lies from its next gather on: equally on all ranks, and between two windows."""
+        """Sets its place from its next gather on: equally on all ranks, and between two windows."""
         self._place = place
 
     def _move_in(self) -> None:
-        """Gives the storage its memory, where the gather has to find it; what lingers elsewhere comes along."""
+        """Gives the storage the memory of its place; content that lingers elsewhere is copied there."""
         if not self.resident:
             self._settle_in()
             self._gauge.add(self.layout.nbytes)
@@ -198,14 +198,14 @@ class Flat:
             self._at = self._place
 
     def _give_up(self) -> None:
-        """Lets go of the memory, in stream order."""
+        """Frees the memory, in stream order."""
         self.storage.resize_(0)
         if self._at is not None:
             self._at.left()
             self._at = None
 
     def leave(self) -> None:
-        """Lies in ordinary memory from now on: somebody else needs the place."""
+        """Moves to ordinary memory: another flat needs the place."""
         if self._at is None:
             return
         self.wait()
@@ -226,10 +226,10 @@ class Flat:
         return self.holds > 0 or self.free(handed_in)
 
     def free(self, handed_in: int = 0) -> bool:
-        """Frees the storage of a flat without holds unless somebody could still read it; False if so.
+        """Frees the storage of a flat without holds. False if it may still be read, and lingers.
 
-        One that is to stay is looked at, and does. One that is adrift stays until a later gather has been waited for:
-        the lost one would write what is somebody else's by then.
+        One that is to stay is checked only. One that is adrift stays until a later gather has been waited for: the
+        lost gather would write into memory that has another owner by then.
 
         `handed_in`: views that the caller knows of and promises not to read.
         """
@@ -246,7 +246,7 @@ class Flat:
         return True
 
     def check_unchanged(self) -> None:
-        """Called before the storage goes: raises where a value in it would be lost."""
+        """Called before the storage is freed: raises if a value in it would be lost."""
 
     def drop(self) -> None:
         """Drops every hold."""

@@ -1,11 +1,11 @@
 """The flat that a bucket's gradients are reduced from, where they are written right into it.
 
     lend      a compiled backward gets a slot's place, before it runs
-    came      the gradient is there, or another one in its stead
+    came      the gradient is there, or one in other memory
     collect   what is not there yet is copied, and the flat goes into the reduction
 
-A gradient that comes in other memory is a part as ever. A bucket that has only those has no flat here. But one that is
-all of its bucket, in memory that nobody else has, is the flat itself: reductions may write it.
+A gradient in other memory is an ordinary part. A bucket that has only those has no flat here. But a gradient that is
+all of its bucket, in memory that no other tensor shares, is the flat itself: reductions may write it.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class GradientFlat:
         self._bucket, self._lend = bucket, lend or (lambda numel, dtype: None)
         self._flat: torch.Tensor | None = None
         self._lent: dict[int, torch.Tensor] = {}
-        """slot -> its place, into which something may be written at any time"""
+        """slot -> its place, which may be written at any time"""
         self._there: set[int] = set()
-        """slots whose gradient lies in its place"""
+        """slots whose gradient is in its place"""
         self._whole: torch.Tensor | None = None
         """a gradient that is the flat"""
         self.collected = 0
         """gradients that went into reductions from where they were written"""
 
     def clear(self) -> None:
-        """Forgets the flat. Whoever has a part of it keeps its memory."""
+        """Forgets the flat. A tensor that views a part of it keeps its memory."""
         self._flat, self._lent, self._there, self._whole = None, {}, set(), None
 
     def lend(self, slot: int) -> torch.Tensor | None:
-        """The place of a slot, of its shape, to be written; None if somebody has it, or it is aligned as no matrix is.
+        """The place of a slot, of its shape, to be written; None if it is lent or filled already, or is not aligned.
 
-        Kernels that were compiled for aligned memory would write elsewhere, and the result be copied.
+        Kernels that were compiled for aligned memory would write elsewhere, and the result would be copied.
         """
         if slot in self._lent or slot in self._there or not self._bucket.is_aligned(slot):
             return None
@@ -61,7 +61,7 @@ class GradientFlat:
         return view
 
     def came(self, slot: int, gradient: torch.Tensor, made: bool = False) -> None:
-        """The gradient of a slot is this from now on. `made`: nobody else has its memory."""
+        """The gradient of a slot is this from now on. `made`: True if no other tensor shares its memory."""
         self._whole = gradient if made and gradient.numel() == self._bucket.layout.numel else None
         if self._lent.pop(slot, None) is gradient:
             self._there.add(slot)
@@ -70,9 +70,9 @@ class GradientFlat:
 
     @torch.no_grad()
     def collect(self, parts: Mapping[int, torch.Tensor]) -> Parts:
-        """All parts in one flat, if some lie there; else as they are. They are those of which `came` was told.
+        """All parts in one flat, if some are there; else the parts unchanged. They are those of which `came` was told.
 
-        So it is, too, where a place is still lent: a reduction would read it while it may be written.
+        They are unchanged, too, if a place is still lent: a reduction would read it while it may be written.
         """
         flat, there, lent, whole = self._flat, self._there, self._lent, self._whole
         self.clear()

@@ -42,8 +42,6 @@ class Gradients:
         self.settled = Gauge()
         """bytes of the gradient shards"""
         self._accounts = {b.id: Account(b, accumulate_dtype, self.settled, lend) for b in buckets if b.layout.trainable}
-        self.replicated = tuple(sorted(b.id for b in buckets if b.layout.trainable and b.layout.replicas > 1))
-        """buckets that are reduced across replicas too"""
         self._targets: dict[int, torch.Tensor] = {}
         """bucket id -> where its results go; empty unless they are kept from set-up on, to measure what that costs"""
         if keep_targets:
@@ -56,12 +54,12 @@ class Gradients:
         self.order: tuple[int, ...] = ()
         self.set_order(None)
         self.unreduced = False
-        """has a backward of the window not been reduced yet? Equal on all ranks, whatever gradients it had"""
+        """True if a backward of the window is not reduced yet; equal on all ranks, even if it had no gradients"""
         self.local_peak = 0
         """bytes of the local sums at once, at most"""
 
     def restart_peaks(self) -> None:
-        """The peaks of memory are measured anew."""
+        """Restarts the peaks of memory."""
         self.flats.restart()
         self.settled.restart()
         self.local_peak = self._local_bytes()
@@ -129,7 +127,7 @@ class Gradients:
     ) -> list[int]:
         """Contributions of the present backward, which may be `reducing`: (bucket id, slot index, gradient or None).
 
-        `made`: (bucket id, slot index) of those that are memory which nobody else has.
+        `made`: (bucket id, slot index) of those whose memory no other tensor shares.
 
         `announced` are the (bucket id, slot index) that a compiled forward had announced for them. Returns the buckets
         that are complete now and were not before, by what was announced.
@@ -177,7 +175,7 @@ class Gradients:
         self.reductions.start(bucket_id, account.issue(), layout, like, account.settle, out=out)
 
     def cross(self, bucket_id: int) -> None:
-        """Starts the reduction across replicas of what has settled inside; nothing to do where there is none."""
+        """Starts the reduction across replicas of what has settled inside; does nothing if there is none."""
         account = self._accounts[bucket_id]
         if (near := account.take_near()) is not None:
             self.reductions.start(bucket_id, near, account.bucket.layout.across, near, account.arrive)
@@ -189,18 +187,23 @@ class Gradients:
             self.cross(bucket_id)
         self.reductions.settle_all()
 
+    @property
+    def replicated(self) -> tuple[int, ...]:
+        """Buckets that are reduced across replicas too, in the order in which all ranks do that."""
+        return tuple(b for b in self.order if self._accounts[b].bucket.layout.replicas > 1)
+
     # ------------------------------------------------------------------ backward and window
     def unissued(self) -> tuple[int, ...]:
         """The buckets not yet reduced in this backward, in the agreed order."""
         return tuple(b for b in self.order if not self._accounts[b].issued)
 
     def is_unissued(self, bucket_id: int) -> bool:
-        """Is the bucket trained, and not yet reduced in this backward?"""
+        """True if the bucket is trained, and not yet reduced in this backward."""
         account = self._accounts.get(bucket_id)
         return account is not None and not account.issued
 
     def is_unused(self, bucket_id: int) -> bool:
-        """Is the bucket trained, and has had no gradient in this window?"""
+        """True if the bucket is trained, and has had no gradient in this window."""
         account = self._accounts.get(bucket_id)
         return account is not None and not account.had_gradient
 
@@ -214,12 +217,12 @@ class Gradients:
         return tuple(bucket for bucket in self.order if marks[bucket])
 
     def awaits_turn(self, bucket_id: int) -> bool:
-        """Was the bucket reported ready in this backward, and not issued yet?"""
+        """True if the bucket was reported ready in this backward, and is not issued yet."""
         account = self._accounts[bucket_id]
         return account.reported and not account.issued
 
     def end_backward(self, reduced: bool = True) -> None:
-        """Announced gradients that did not come count as zeros; the next backward reduces every bucket anew.
+        """Announced gradients that did not come count as zeros; the next backward reduces every bucket again.
 
         What came after its bucket's reduction goes with the next one.
         """

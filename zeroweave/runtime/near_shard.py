@@ -30,12 +30,8 @@ class NearShard:
         self._layout, self._transport, self._gatherer, self._source = layout, transport, gatherer, source
         self.values = transport.empty(layout.across.numel, dtype)
         self._fresh = False
-        """are the values, or those of the gather that is under way, those of the shards?"""
+        """True if the values, or those of the gather that is under way, are those of the shards"""
         self._pending: Pending | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes
 
     def start(self) -> None:
         """Starts the gather across replicas, unless the values are those of the shards. Collective."""

@@ -12,9 +12,9 @@ class OpenCall(NamedTuple):
     call: Call
     uses: tuple[int, ...]
     lasts: bool
-    """does the schedule have an `End` for it?"""
+    """True if the schedule has an `End` for it"""
     entered: int
-    """where the record has it"""
+    """its place in the record"""
     supposed: bool | None
 
 
@@ -26,7 +26,7 @@ class OpenCalls:
         self._numbers: dict[Call, int] = {}
         """the number of each call that was entered last among its equals"""
         self.outlasted = 0
-        """open calls that are over by the schedule: what comes behind them may drop what they still read"""
+        """open calls that are over by the schedule: later instructions may drop what they still read"""
 
     def enter(self, opened: OpenCall) -> int:
         """One more; returns its number among equal calls."""
@@ -36,7 +36,7 @@ class OpenCalls:
         return number
 
     def last(self, call: Call) -> OpenCall:
-        """Of equal ones, that which was entered last."""
+        """Of equal calls, the one that was entered last."""
         return next(each for each in reversed(self._open) if each.call == call)
 
     def leave(self, ended: OpenCall) -> None:
@@ -49,14 +49,14 @@ class OpenCalls:
         return Counter(bucket for each in self._open for bucket in each.uses)
 
     def is_used(self, bucket: int) -> bool:
-        """Does one of them need the bucket's values?"""
+        """True if one of them needs the bucket's values."""
         return any(bucket in each.uses for each in self._open)
 
     def lasts(self, call: Call) -> bool:
-        """Does the schedule have an `End` for one of its equals?"""
+        """True if the schedule has an `End` for an open call that equals this one."""
         return any(each.lasts for each in self._open if each.call == call)
 
     def clear(self) -> None:
-        """None is open any more."""
+        """Closes all of them."""
         self._open.clear()
         self.outlasted = 0

@@ -21,18 +21,18 @@ class Policy:
     optional: frozenset[int] = frozenset()
     """those of them that some ranks may not use: unsharded before a window's first call, and reduced last"""
     stays: frozenset[int] = frozenset()
-    """buckets that no step changes, and that are gathered once for all windows, where no schedule says otherwise"""
+    """buckets that no step changes, and that are gathered once for all windows, unless a schedule says otherwise"""
     keep_gradient_targets: bool = False
-    """debugging: reduced gradients have memory of their own from set-up on, instead of from settle to update"""
+    """debugging: reduced gradients have their own memory from set-up on, instead of from settle to update"""
     masters_off: bool = False
-    """masters that are wider than what is gathered live in host memory"""
+    """True if masters that are wider than the gathered dtype are in host memory"""
     params_off: bool = False
-    """so do all shards"""
+    """True if all shards are, too"""
     remainder: torch.dtype | None = None
-    """float32 masters of bfloat16 are kept as the bfloat16 and what that lacks, in this dtype; None: in float32"""
+    """float32 masters of bfloat16 are kept as bfloat16 and a remainder of this dtype; None: in float32"""
     compact: frozenset[int] = frozenset()
-    """of these buckets in int8, which has no room for 8 bits of it"""
+    """buckets whose remainder is int8, which has no room for 8 of its bits"""
     free_threshold: int | None = None
-    """bytes from which on an unused activation is freed before the optimizer step; None: none is"""
+    """an unused activation of at least so many bytes is freed before the optimizer step; None: none is"""
     offload_threshold: int | None = None
-    """bytes from which on activations may be moved to host memory; None: none are"""
+    """activations of at least so many bytes may be moved to host memory; None: none are"""

@@ -1,10 +1,10 @@
 """Reductions in flight: from the moment they are issued until their results are used.
 
-    start    the parts are laid out in a gradient flat, if they do not lie in one, and the collective is issued
+    start    the parts are laid out in a gradient flat, if they are not in one, and the collective is issued
     settle   the current stream waits for the result, which goes where `then` puts it
 
-What is laid out here, and the result, exist from start to settle only, so that nothing is left of them when the
-optimizer allocates. A group of one rank has its result where the parts lay.
+Flats that are laid out here, and results, exist from start to settle only, so that none is left when the optimizer
+allocates. In a group of one rank, the result is in the memory of the parts.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Reductions:
     ) -> None:
         """Issues the reduction of `parts`; `then(result)` runs when it is settled.
 
-        The result is this rank's chunk, or the whole flat where `whole`. `like` gives the device, and the dtype
-        where no other is set. `out`, if given, takes the result.
+        The result is this rank's chunk, or the whole flat if `whole`. `like` gives the device, and the dtype
+        if no other is set. `out`, if given, takes the result.
         """
         dtype = self.dtype or like.dtype
         numel = layout.numel if whole else layout.chunks[layout.place(self._transport.rank)]
@@ -70,7 +70,7 @@ class Reductions:
         return tuple(flight.key for flight in self._flights)
 
     def settle(self, key: int) -> None:
-        """Makes the oldest reduction of `key` usable; nothing to do where it has been settled."""
+        """Makes the oldest reduction of `key` usable; does nothing if it has been settled."""
         flight = next((f for f in self._flights if f.key == key), None)
         if flight is not None:
             self._flights.remove(flight)
@@ -83,7 +83,7 @@ class Reductions:
             self.settle(self._flights[0].key)
 
     def abort(self) -> None:
-        """Waits for what is under way and forgets its results."""
+        """Waits for reductions under way and forgets their results."""
         while self._flights:
             self._land(self._flights.popleft())
 

@@ -4,7 +4,7 @@ The program's events (a call is entered or left, a bucket's gradients are ready)
 schedule; the instructions that it passes are executed. Without a schedule, or once a step departs from it,
 each event generates the instructions that it needs at that moment, and they go through the same `Executor`.
 
-At stage 3 a rank may leave out calls that other ranks make, where its batch has no image for instance. When an event
+At stage 3 a rank may leave out calls that other ranks make, for instance if its batch has no image. When an event
 comes that the schedule has later in the same micro-step, the instructions of the calls in between are executed. So this
 rank gathers with the others, and reduces zeros.
 """
@@ -46,7 +46,7 @@ class Replay:
     """Executes one window (the steps between two optimizer steps) and records its events.
 
     `kept_by_stage`: the buckets that stay unsharded until the window's end; `optional`: see `Policy`. `free`:
-    what `Free` does; None: there is none. `offloading`: what moves activations; None: nothing does. Counters are kept
+    what `Free` does; None: there is none. `offloading` moves activations; None: they stay. Counters are kept
     over windows.
     """
 
@@ -71,11 +71,11 @@ class Replay:
         self._cursor = Cursor()
         self._depth = 1
         self.departures = self.on_demand = 0
-        """of the latter: unshards that no schedule ordered although there was one"""
+        """`on_demand`: unshards that a schedule did not order although there was one"""
         self._begin()
 
     def remember(self) -> Callable[[], None]:
-        """What brings the counters back to what they are now."""
+        """A function that resets the counters to their present values."""
         now = self.departures, self.on_demand
 
         def back() -> None:
@@ -86,11 +86,11 @@ class Replay:
     def _begin(self) -> None:
         self.record.clear()
         self.following = self.schedule is not None
-        """does the window follow the schedule? It does not any more once it has departed"""
+        """True while the window follows the schedule, until it departs"""
         self.departure: str | None = None
-        """why it has; None: it has not"""
+        """why it has departed; None: it has not"""
         self.reducing = False
-        """does a backward run whose gradients are reduced?"""
+        """True while a backward runs whose gradients are reduced"""
         self._cursor.restart()
         self._passed: dict[int, None] = {}
         """buckets whose turn has come in the present backward, in that order"""
@@ -106,11 +106,11 @@ class Replay:
         return self.executor.executed
 
     def is_used(self, bucket: int) -> bool:
-        """Does an open call of the program need the bucket's values? The schedule may hold more."""
+        """True if an open call of the program needs the bucket's values. The schedule may hold more buckets."""
         return self._open.is_used(bucket)
 
     def limit_reductions(self, depth: int) -> None:
-        """So many may be in flight from now on where no schedule says when they settle; at first it is one."""
+        """So many may be in flight from now on if no schedule says when they settle; at first it is one."""
         self._depth = depth
 
     # ------------------------------------------------------------------ events
@@ -127,7 +127,7 @@ class Replay:
     def entered(self, call: Call, uses: tuple[int, ...], supposed: bool | None = None) -> int:
         """A call begins: makes the buckets whose values it needs usable. Returns its number among equal calls.
 
-        `supposed`: it is recorded only if it is true on some rank; None: in any case. See `Record.suppose`.
+        `supposed`: the call is recorded only if this is True on some rank; None: in any case. See `Record.suppose`.
         """
         self.lingering.sweep()
         run = Run(call, uses)
@@ -154,7 +154,7 @@ class Replay:
             self._reach(End(call))
         place = self.record.add(Left(call))
         if ended.supposed is not None:
-            # What nobody has used may be used in a later step, on some ranks only.
+            # A bucket that was not used yet may be used in a later step, on some ranks only.
             unused = any(map(self._gradients.is_unused, ended.uses))
             self.record.suppose(ended.entered, place, ended.supposed or unused)
         self._open.leave(ended)
@@ -171,11 +171,11 @@ class Replay:
         self.lingering.sweep()
 
     def backward_began(self, reducing: bool) -> None:
-        """A backward that accumulates gradients runs; `reducing`: and they are reduced."""
+        """A backward that accumulates gradients runs; `reducing`: True if they are reduced."""
         self.reducing = reducing
 
     def turn(self, bucket: int) -> None:
-        """Nothing that is still to come in this backward uses the bucket: its turn, where no schedule says when.
+        """The rest of this backward does not use the bucket: its turn has come, if no schedule says when.
 
         Which buckets have a turn follows from the forward alone, so all ranks agree and reduce it now. Missing
         gradients are zeros. A gradient that comes later waits for another reduction.
@@ -195,7 +195,7 @@ class Replay:
             self._gather_kept()
 
     def backward_ended(self, reduced: bool) -> None:
-        """The outermost backward is over; what was not complete is reduced as it is."""
+        """The outermost backward is over; incomplete buckets are reduced with the gradients that they have."""
         if reduced:
             while waiting := self._gradients.unissued():
                 if (due := self._next_reduction()) is not None and due in waiting:
@@ -214,22 +214,22 @@ class Replay:
         self.reducing = False
 
     def _reduce_now(self, bucket: int) -> None:
-        """Reduces a bucket although the schedule has something else next."""
+        """Reduces a bucket although it is not next in the schedule."""
         self._depart(Reduce(bucket))
         if not self._gradients.is_unissued(bucket):
-            return  # it had its turn by that
+            return  # the departure has issued it
         if bucket not in self._passed:
             self.record.add(Ready(bucket))
         self._issue(bucket)
 
     def reduce_late(self, buckets: Iterable[int]) -> None:
-        """Reduces again, before the optimizer step, what had its turn before all of its gradients came."""
+        """Reduces buckets again, before the optimizer step, whose turn came before all of their gradients."""
         for bucket in buckets:
             self._depart(Reduce(bucket))
             self._issue(bucket)
 
     def arrive(self) -> bool:
-        """The window's computations are over. Did they follow the schedule to the end?"""
+        """The window's computations are over. True if they followed the schedule to the end."""
         if self.following and isinstance(self._cursor.event, Run | End | Reduce):
             self._depart(None)
         return self.following
@@ -254,11 +254,11 @@ class Replay:
             across = self._gradients.replicated
             self._execute(*map(ReduceAcross, across), *map(Settle, across))
             self.executor.finish(map(Update, order), update)
-            self._execute(*map(GatherAcross, across))
+            self._execute(*map(GatherAcross, sorted(across)))
             self.executor.drop_holds()
 
     def clear(self) -> None:
-        """Forgets what was recorded and executed; the holds of kept buckets stay."""
+        """Forgets recorded events and executed instructions; the holds of kept buckets stay."""
         self.record.clear()
         self.executor.clear()
 
@@ -278,7 +278,7 @@ class Replay:
         return self._cursor.reduction if self.following and not self._open.outlasted else None
 
     def reduce_due(self) -> None:
-        """Reduces what is complete, if the schedule has it next; a bucket that was complete early has waited for it."""
+        """Reduces complete buckets while they are next in the schedule; one that is complete early waits."""
         while self.reducing and (due := self._next_reduction()) is not None and self._is_due(due):
             self._reduce_next(due)
 
@@ -289,12 +289,12 @@ class Replay:
         self.executor.execute(self._cursor.trail())
 
     def _is_due(self, bucket: int) -> bool:
-        """Is the bucket complete, by what was announced, and is nothing to come that uses it?"""
+        """True if the bucket has all announced gradients, and no later call uses it."""
         return bucket in self._passed and self._gradients.awaits_turn(bucket)
 
     @property
     def _catches_up(self) -> bool:
-        """True where calls may be left out. Kept buckets need no help: their order does not depend on calls."""
+        """True if calls may be left out. Kept buckets need no help: their order does not depend on calls."""
         return self.following and not self._open.outlasted and not self.keeps_all
 
     def _events(self) -> Iterator[Instruction]:
@@ -302,7 +302,7 @@ class Replay:
         return self._cursor.events(self.micro_step)
 
     def _reach(self, event: Instruction) -> None:
-        """Executes what the schedule has before an event that happens now: reductions, and calls that are left out.
+        """Executes the instructions before an event that happens now: reductions, and calls that are left out.
 
         Gradients may be missing on this rank only (a parameter that its batch did not use), and so may calls. The other
         ranks reduce and gather in turn, so this one must, too.
@@ -343,11 +343,11 @@ class Replay:
                 raise AssertionError(event)
 
     def _comes_next(self, event: Instruction) -> bool:
-        """Is it the schedule's next event?"""
+        """True if it is the schedule's next event."""
         return self.following and not self._open.outlasted and self._cursor.event == event
 
     def _depart(self, came: Instruction | None) -> None:
-        """Leaves the schedule for the rest of the window; drops what it gathered ahead. `came`: None: the end."""
+        """Leaves the schedule for the rest of the window; drops buckets gathered ahead. `came`: None: the end."""
         if not self.following:
             return
         self.following = False
@@ -370,12 +370,12 @@ class Replay:
         self._issue_in_turn()
 
     def plans(self, call: Call) -> bool:
-        """Does a backward call begin now? By the schedule; where there is none, each does that can."""
+        """True if a backward call begins now, by the schedule. Without one, each call that can begin does."""
         event = self._cursor.beyond(Reduce)
         return not self.following or (isinstance(event, Run) and event.call == call)
 
     def may_end(self, call: Call) -> bool:
-        """May a call that is open end before the next event? By the schedule: not where others lie inside."""
+        """True if the schedule lets an open call end before the next event: it has no other calls inside."""
         return self.following and not self._open.lasts(call)
 
     # ------------------------------------------------------------------ on demand
@@ -403,7 +403,7 @@ class Replay:
         return [i.bucket for i in self.schedule.instructions if isinstance(i, Unshard) and i.bucket in kept]
 
     def _issue_in_turn(self) -> None:
-        # Kept buckets have one order whatever a rank computes, as nothing is gathered between their reductions.
+        # Kept buckets have one order on all ranks: nothing is gathered between their reductions.
         for bucket in self._gradients.unissued() if self.keeps_all else tuple(self._passed):
             if bucket in self._passed:
                 if self._gradients.is_unissued(bucket):
@@ -422,7 +422,7 @@ class Replay:
         self.executor.execute(iter(instructions))
 
     def abort(self) -> None:
-        """Drops every hold, whatever was going on: after an exception."""
+        """Drops every hold: after an exception, at any point."""
         self.following = False
         self._open.clear()
         self.executor.drop_holds()

@@ -1,10 +1,10 @@
-"""The runtime: what eager hooks and compiled templates tell, turned into events of the replay.
+"""The runtime: turns what eager hooks and compiled templates report into events of the replay.
 
     forward    session( enter(call) … leave(call) … )          the engine's call, or a submodule's
     backward   begin( enter … leave, deliver … ) end           from the first sign of a backward to its end
 
-A *session* is the outermost forward. Both kinds of calls meet here: whatever computes with a bucket enters a
-call first, and whatever produces a parameter's gradient delivers it.
+A *session* is the outermost forward. Both kinds of calls meet here: all code that computes with a bucket enters a
+call first, and all code that produces a parameter's gradient delivers it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from zeroweave.schedule.instructions import Phase
 class Runtime:
     """Buckets, gradients and replay of one engine.
 
-    `entering(name, back)` hears of each call before anything is gathered for it; `back`: inside a backward?
-    `issuing`: the scope of what is to count as a part of a gather. `trains`: does a forward in grad mode belong to a
-    window? Without an optimizer none does. `places`: where schedules have buckets gathered. `streams`: see `Transfers`.
+    `entering(name, back)` is called for each call before anything is gathered for it; `back`: True inside a backward.
+    `issuing`: the scope of work that counts as a part of a gather. `trains`: True if a forward in grad mode belongs to
+    a window; without an optimizer none does. `places`: where schedules gather buckets. `streams`: see `Transfers`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Runtime:
             lend=None if graphs is None else graphs.lend,
         )
         if graphs is not None:
-            # With one rank nothing is sharded: what is dropped would only be copied again, to another address.
+            # With one rank nothing is sharded: a flat that is dropped would only be copied again, to another address.
             for bucket_id in policy.kept_by_stage if transport.world > 1 else self.buckets:
                 self.buckets[bucket_id].remain()
         record, threshold = Record(), policy.offload_threshold
@@ -125,11 +125,11 @@ class Runtime:
         self.saved_views = SavedViews()
         self.writes = Writes(self.buckets.values(), lambda: self.in_session or self.in_backward)
         self.writable = False
-        """may the user write parameters now? See `writing`"""
+        """True if the user may write parameters now; see `writing`"""
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Inside, the user may write parameters: nobody minds that they change."""
+        """Inside, the user may write parameters: no check raises when they change."""
         self.writable = True
         try:
             yield
@@ -137,7 +137,7 @@ class Runtime:
             self.writable = False
 
     def attach(self, observer: Observer) -> None:
-        """`observer` hears of all windows from now on. Once: what it consists of needs a runtime first."""
+        """`observer` is told of all windows from now on. Called once, not in `__init__`: its parts need a runtime."""
         self._observer = observer
 
     # ------------------------------------------------------------------ calls
@@ -153,7 +153,7 @@ class Runtime:
     def frame(self) -> Frame | None:
         """The innermost forward call that is running; between calls, the outermost forward itself.
 
-        Of a call that runs again, what it was at first.
+        For a call that runs again, its first frame.
         """
         inner = self._frame
         return self._session if inner is None else inner.origin or inner
@@ -166,7 +166,7 @@ class Runtime:
     def begin_session(self, inputs: Hashable = None) -> None:
         """The outermost forward begins. In grad mode it belongs to the window, otherwise it is inference.
 
-        `inputs`: what tells its inputs from those of other shapes.
+        `inputs`: differs between inputs of different shapes.
         """
         self.note_backward()
         self._stream.begin_forward()
@@ -186,7 +186,7 @@ class Runtime:
         return self.writes.doubt(names, altered)
 
     def watch_writes(self, anew: bool = True) -> None:
-        """Has the forward that runs now watched; by default it has come to a new template that may write."""
+        """Starts to watch the forward that runs now; by default it has come to a new template that may write."""
         if not (self.writable or self.in_backward):
             self.writes.begin(anew)
 
@@ -214,7 +214,7 @@ class Runtime:
             self._inference.abort()
 
     def execute(self, run: Callable[[list[Any]], Any], args: list[Any], bound: Callable[[], Set[int]]) -> Any:
-        """`run(args)` of a template, as a graph where there is one. See `CallGraphs.execute`."""
+        """`run(args)` of a template, as a graph if there is one. See `CallGraphs.execute`."""
         return run(args) if self.graphs is None else self.graphs.execute(run, args, bound)
 
     def enter(self, name: str, phase: Phase, uses: tuple[int, ...], trains: bool = False) -> Frame:
@@ -244,11 +244,11 @@ class Runtime:
 
     @property
     def _forwards(self) -> Replay:
-        """What executes the forward calls of now."""
+        """The replay that executes forward calls now."""
         return self.replay if self._training else self._inference
 
     def _is_covered(self, frame: Frame) -> bool:
-        """Notes a forward call. Does the backward that runs it again hold its buckets already?"""
+        """Notes a forward call. True if the backward that runs it again holds its buckets already."""
         again = recomputing()
         self._back.recompute(frame, again)
         if self._training and not again:
@@ -268,7 +268,7 @@ class Runtime:
         elif frame.call.phase == "backward" and frame.origin is not None:
             self._back.left(frame)
         for bucket in map(self.buckets.__getitem__, frame.uses):
-            # What has gone was looked at as it went. What stays may go behind the update only, which is too late.
+            # What was freed was checked then. What stays may be freed after the update only, which is too late.
             if bucket.resident and not self.writable:
                 bucket.check_unchanged()
                 bucket.check_alone()
@@ -358,7 +358,7 @@ class Runtime:
         self.eager_calls += 1
 
     def remember(self) -> Callable[[], None]:
-        """What brings the counters back to what they are now."""
+        """A function that resets the counters to their present values."""
         now = self.compiled_calls, self.eager_calls
 
         def back() -> None:
@@ -393,7 +393,7 @@ class Runtime:
     def _examine(self, task: int, trains: bool) -> None:
         """Notes whether the backward accumulates: `trains`, or one of its nodes does.
 
-        One that does not itself may run another inside, from a hook, that does.
+        One that does not itself may run another one from a hook, which does.
         """
         if self._accumulating or (task == self._examined and not trains):
             return
@@ -409,7 +409,7 @@ class Runtime:
         self._leave_reads(self._backward_reads)
         for bucket in self.buckets.values():
             if bucket.resident and not bucket.is_shard and bucket.written and not self.writable:
-                bucket.check_unchanged()  # behind the update the shard has other values
+                bucket.check_unchanged()  # after the update the shard has other values
         self.writes.settle()
         if self._accumulating:
             self._leave_loss_reads()
@@ -425,7 +425,7 @@ class Runtime:
         self._observer.backward_ended(self._accumulating)
 
     def reduce_rest(self) -> bool:
-        """Reduces what backwards without reduction left behind, each bucket once. Was there anything?"""
+        """Reduces what backwards without reduction have left, each bucket once. True if there was anything."""
         if not self.gradients.unreduced:
             return False
         self.replay.backward_ended(reduced=True)
@@ -441,12 +441,12 @@ class Runtime:
         self.gradients.set_order(None if schedule is None else schedule.reduce_order)
         changes = schedule is not self.replay.schedule
         self.replay.next_window(schedule)
-        if changes:  # once nobody holds a bucket, which would have to move; what does not stay goes before that
+        if changes:  # once no bucket, which may have to move, is held; what does not stay is freed first
             self.replay.lingering.stay(self.policy.stays if schedule is None else schedule.stays)
             seat(self.buckets, self.places, schedule)
 
     def restart_peaks(self) -> None:
-        """The peaks of memory are measured anew: the schedule has changed."""
+        """Restarts the peaks of memory: the schedule has changed."""
         self.flats.restart()
         self.gradients.restart_peaks()
 

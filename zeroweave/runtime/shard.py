@@ -23,7 +23,7 @@ from zeroweave.runtime.transfers import Download, HostTensor, Transfers, Upload,
 
 
 def whole(at_rest: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The master of what a shard, or as much of each of its tensors, holds `at_rest`: itself, or a new one [n]."""
+    """The master of a shard, or of an equal part of each tensor that it holds `at_rest`: itself, or a new one [n]."""
     if len(at_rest) == 1:
         return at_rest[0]
     source, remainder = at_rest
@@ -33,8 +33,8 @@ def whole(at_rest: Sequence[torch.Tensor]) -> torch.Tensor:
 class Shard:
     """This rank's part [numel / world] of a bucket, gathered in `dtype`.
 
-    The master of trained parameters has at least float32: it is what the optimizer updates, and rounded to make the
-    source. `master_off`: the master lives in host memory if it is wider than what is gathered; `source_off`: all does.
+    The master of trained parameters has at least float32: the optimizer updates it, and it is rounded to make the
+    source. `master_off`: the master is in host memory if it is wider than the source; `source_off`: all is.
     `remainder`: a float32 master of bfloat16 on the device is kept as its source and a remainder, see `comm.rounding`,
     of this dtype: int16, or int8, which has no room for 8 bits of it.
     """
@@ -50,18 +50,18 @@ class Shard:
         remainder: torch.dtype | None = None,
     ) -> None:
         self.wider = wider = layout.trainable and dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
-        """is the master rounded to be gathered?"""
+        """True if the master is rounded to be gathered"""
         self._dtype, self._transport, self._transfers = dtype, transport, transfers
         self._numel = layout.shard_numel
         self._kind = remainder if wider and dtype == torch.bfloat16 else None
-        """of the remainder, where the master is to be split"""
+        """the dtype of the remainder, if the master is to be split"""
         self._host: HostTensor | None = None
-        """the master's, where it lives in host memory"""
+        """the master's, if it is in host memory"""
         self._host_source: HostTensor | None = None
         self._remainder: torch.Tensor | None = None
-        """what the source lacks, where the master is split"""
+        """what the source lacks, if the master is split"""
         self.movable = wider and master_off and not source_off
-        """can the master live in either memory?"""
+        """True if the master can be in either memory"""
         kind = torch.float32 if wider else dtype
         if source_off or self.movable:
             self._host = transfers.zeros(self._numel, kind)
@@ -70,7 +70,7 @@ class Shard:
             self.master = self._split(self._kind)
         else:
             self.master = transport.empty(self._numel, kind)
-        """without memory at rest where it is split: it has some while it is lifted"""
+        """without memory at rest if it is split: it has memory while it is lifted"""
         self.source = self.master
         """in host memory or on the device"""
         self.gatherer: Gatherer = transport
@@ -86,11 +86,11 @@ class Shard:
         """the source's values while the program may write them, see `part`"""
 
     def can_be_flat(self, world: int) -> bool:
-        """May the source be the memory of the flat as well, in a group of so many ranks?"""
+        """True if the source may share the memory of the flat, in a group of so many ranks."""
         return world == 1 and not self.movable and not self.source_on_host and self.source.dtype == self._dtype
 
     def part(self) -> None:
-        """Until `unite`, `values` are those of now, whatever is written to the source, which is the flat."""
+        """Until `unite`, `values` are those of now, even if the source, which is the flat, is written."""
         self._before = self.source.clone()
 
     def unite(self, restore: bool) -> None:
@@ -109,12 +109,12 @@ class Shard:
 
     @property
     def on_host(self) -> bool:
-        """Does the master live in host memory?"""
+        """True if the master is in host memory."""
         return self._host is not None
 
     @property
     def at_hand(self) -> bool:
-        """Is the master a tensor on the device? Else it is to be lifted around an update."""
+        """True if the master is a tensor on the device. Otherwise it is lifted around an update."""
         return self._host is None and self._remainder is None
 
     @property
@@ -122,7 +122,7 @@ class Shard:
         return self._host_source is not None
 
     def rounded(self) -> torch.Tensor:
-        """What is gathered [numel / world], on the device and in its dtype: itself, or a copy."""
+        """The values to gather [numel / world], on the device and in their dtype: the source, or a copy."""
         uploaded = None if self._host_source is None else self._transfers.upload([self._host_source]).wait()[0]
         return cast(self.source if uploaded is None else uploaded, self._dtype)
 
@@ -133,23 +133,23 @@ class Shard:
 
     @property
     def saves(self) -> int:
-        """Bytes of the device that a movable master does not take while it lives in host memory."""
+        """Device bytes that a movable master saves while it is in host memory."""
         return self._numel * (self.master.itemsize - self._dtype.itemsize)
 
     def lift(self) -> Upload:
-        """Starts to bring the master, which is not at hand, to the device: one tensor, to be written and lowered."""
+        """Starts to bring a master that is not `at_hand` to the device: one tensor, to be written and lowered."""
         if self._host is not None:
             return self._transfers.upload([self._host])
         self.master.untyped_storage().resize_(self.master.nbytes)
         try:
             join_(self.master, *self.at_rest)
-        except BaseException:  # there may be no memory for what is made on the way
+        except BaseException:  # there may be no memory for intermediate results
             self.master.untyped_storage().resize_(0)
             raise
         return Upload((self.master,), None)
 
     def cut(self, ranges: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
-        """Views of the master, by start and stop; of one without memory at rest they have none then either."""
+        """Views of the master, by start and stop; if it has no memory at rest, they have none then either."""
         storage = self.master.untyped_storage()
         has_memory = storage.nbytes() >= self.master.nbytes
         if not has_memory:
@@ -166,7 +166,7 @@ class Shard:
         return whole(self.at_rest if self._before is None else (self._before, *self.at_rest[1:]))
 
     def put(self, values: torch.Tensor) -> None:
-        """Overwrites the master, and with it the source, by values on the device, which nobody writes any more."""
+        """Overwrites the master, and with it the source, by values on the device, which are not written any more."""
         if not self.at_hand:
             self._transfers.download(self.lower(values.detach().to(self.master.dtype)))
         elif values is not self.master:
@@ -174,9 +174,9 @@ class Shard:
                 self.master.copy_(values)
 
     def lower(self, values: torch.Tensor, random: torch.Tensor | None = None) -> list[Download]:
-        """What is to be downloaded so that a master that is not at hand, and its source in host memory, are `values`.
+        """Sets a master that is not `at_hand`, and its source, to `values`; returns what must be downloaded for that.
 
-        What lies on the device has them at once. `random`: what a remainder has no room for is rounded by it.
+        Tensors on the device have the values at once. `random`: rounds the bits that a remainder has no room for.
         """
         if self._host is None:
             assert self._remainder is not None

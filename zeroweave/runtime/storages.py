@@ -1,4 +1,4 @@
-"""What autograd keeps of activations, and how their storages are freed before their owner lets go of them."""
+"""The activations that autograd keeps, and how their storages are freed before their owner drops them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeroweave.schedule import Call
 
 
 def owners_beside(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """For each tensor, how many owners it has beside `tensors`: variables, containers, autograd nodes."""
+    """For each tensor, how many owners it has other than `tensors`: variables, containers, autograd nodes."""
     own = _owners([torch.empty(0, device="cpu")])[0]
     return [count - own for count in _owners(tensors)]
 
@@ -28,10 +28,10 @@ def _owners(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def unshared(tensors: Sequence[torch.Tensor], held: int = 0) -> list[list[torch.Tensor]]:
-    """`tensors` by storage, without those whose storage somebody else could read.
+    """`tensors` by storage, without those whose storage other code could read.
 
-    That is where one of its tensors has an owner beside `tensors` and the `held` ones that the caller accounts for,
-    or a tensor that is not among `tensors` shares it (a view, or what a view was made of).
+    Other code could read it if one of its tensors has an owner other than `tensors` and the `held` ones that the caller
+    accounts for, or if a tensor that is not among `tensors` shares it (a view, or the base of a view).
     """
     owned = owners_beside(tensors)  # before anything here holds them
     views = Counter(id(base) for base in map(view_base, tensors) if base is not None)  # a view owns its base
@@ -52,9 +52,9 @@ def _has_other_views(group: list[torch.Tensor]) -> bool:
 def free_storages(tensors: Sequence[torch.Tensor], threshold: int, held: int = 0) -> int:
     """Frees the storages of `tensors` that have more than `threshold` elements; returns the bytes.
 
-    In order of the current stream: whatever was issued on it may still read them. `held`: how many owners the
-    caller accounts for, for each tensor, beside `tensors`; they must not be read any more. A storage stays where
-    somebody else could read it, see `unshared`. So does memory that is not PyTorch's.
+    In order of the current stream: work that was issued on it may still read them. `held`: how many owners other than
+    `tensors` the caller accounts for, for each tensor; they must not be read any more. A storage stays if other code
+    could read it, see `unshared`. So does memory that is not PyTorch's.
     """
     freed = 0
     for group in unshared(tensors, held):
@@ -100,7 +100,7 @@ class Saved:
             self.home.saved_for(group)
 
     def take(self) -> torch.Tensor:
-        """The tensor, which is gone from here."""
+        """The tensor, which is removed from here."""
         tensor, self._tensor = self.tensor, None
         if self.home is not None:
             self.home.saved.discard(self)
@@ -121,9 +121,9 @@ class Home:
         self.host: HostCopy | None = None
         """its content, while it is leaving or away"""
         self.away = False
-        """is its content in host memory only?"""
+        """True if its content is in host memory only"""
         self.mark: Any = None
-        """where its way back ends, see `CopyStream.mark`"""
+        """the end of its way back, see `CopyStream.mark`"""
 
     def saved_for(self, group: Group) -> None:
         """A call has saved it."""
@@ -156,16 +156,16 @@ class Home:
 
 
 class Group:
-    """What was saved up to the end of a forward call, the `number`-th of its window's equal ones."""
+    """Activations saved up to the end of a forward call, the `number`-th of its window's equal ones."""
 
     __slots__ = ("call", "needed", "number", "out", "saved")
 
     def __init__(self, call: Call, number: int, saved: weakref.WeakSet[Saved]) -> None:
         self.call, self.number, self.saved = call, number, saved
         self.out = False
-        """does the schedule want it to be in host memory now?"""
+        """True if the schedule wants it in host memory now"""
         self.needed = False
-        """has a backward asked for it?"""
+        """True if a backward has asked for it"""
 
     def send_out(self) -> None:
         """The schedule wants it in host memory, unless a backward has asked for it."""
@@ -199,7 +199,7 @@ class HostCopy:
         gauge.add(self.content.nbytes)
 
     def alone(self, gauge: Gauge) -> None:
-        """The storage is empty, and this all that there is of it: `gauge` counts it, too, until it is not any more."""
+        """The storage is empty, and this is its only content: `gauge` counts it, too, as long as it lives."""
         self._counts(gauge)
 
     def __del__(self) -> None:

@@ -17,15 +17,15 @@ class Frame:
     """One execution of a call.
 
     `handles` counts the views of flats that its eager code saved for the backward, `unpacked` those that a backward
-    beside the tape has asked for; `parts` counts the compiled forwards in it that have a backward, `over` the backwards
+    off the tape has asked for; `parts` counts the compiled forwards in it that have a backward, `over` the backwards
     of those. `origin` is the forward call whose backward this is, or which it runs again. `number` is its place among
     the window's equal calls, from 0. `is_read`: eager code reads a parameter that no call announced. `covered`: another
     frame holds its buckets.
 
     On the tape: `saves`: its graph keeps values of parameters, which a backward that comes to it reads; `trains`: it
     does wherever its input has a gradient, and has one itself; `silent`: it keeps no graph, because it runs again in
-    the backward, or has none. `segment`: see `_torch.autograd.checkpoint_segment`. `compiled`: does it run compiled, or
-    has the call that it runs again? None: nobody has said.
+    the backward, or has none. `segment`: see `_torch.autograd.checkpoint_segment`. `compiled`: True if it, or the call
+    that it runs again, runs compiled; None: unknown.
     """
 
     call: Call
@@ -67,7 +67,7 @@ class Frame:
         self.on_tape, self.segment, self.saves, self.silent = True, segment, saves, silent
 
     def ran_compiled(self, reads: bool) -> None:
-        """A compiled forward ran in it; does its backward read what it saved of parameters?"""
+        """A compiled forward ran in it. `reads`: True if its backward reads values of parameters that it saved."""
         self.parts += 1
         self.saves = self.saves or reads
 
@@ -77,11 +77,11 @@ class Frame:
         self.saves = True
 
     def asked(self) -> None:
-        """A backward beside the tape has asked for such a view."""
+        """A backward off the tape has asked for such a view."""
         self.unpacked += 1
 
     def asked_for_all(self) -> None:
-        """That backward is over; another one asks anew."""
+        """That backward is over; another one asks again."""
         self.unpacked = 0
 
     def backward_begins(self) -> None:
@@ -89,7 +89,7 @@ class Frame:
         self.over = 0
 
     def part_over(self) -> bool:
-        """One more of them has. Was it the last?"""
+        """One more of them has. True if it was the last."""
         self.over += 1
         return self.over == self.parts
 
@@ -108,8 +108,8 @@ class StepBack(NamedTuple):
 class Tape:
     """The forward calls of a window that no backward has passed, in the order in which they began and ended.
 
-    Autograd always runs the node that was made last of those that are left. So a backward comes to the calls in the
-    reverse of the order of the forward, and when it comes to one, it is done with whatever began behind its end. Which
+    Of the nodes that are left, autograd always runs the one that was made last. So a backward comes to the calls in the
+    reverse of the order of the forward, and when it comes to one, it is done with all that began after its end. Which
     calls it comes to may differ between ranks, which need not use the same parameters; the forward's calls may not.
     So what a backward sends follows from the way back over the tape, whose steps all ranks take in one order:
 
@@ -119,7 +119,7 @@ class Tape:
 
     def __init__(self) -> None:
         self._marks: list[tuple[Frame, bool]] = []
-        """(frame, is it its end?), oldest first"""
+        """(frame, True if it is its end), oldest first"""
         self._uses: Counter[int] = Counter()
         """bucket -> frames on the tape that use it"""
         self._ahead: set[Frame] = set()
@@ -127,7 +127,7 @@ class Tape:
         self._open: list[Frame] = []
         """frames whose backward has begun, oldest first"""
         self._trains = False
-        """may the input of the next call have a gradient, for what lies in front of it?"""
+        """True if the input of the next call may have a gradient, for the calls before it"""
         self._before: list[tuple[Frame, bool]] = []
         """the marks that the last backward found"""
 
@@ -140,7 +140,7 @@ class Tape:
         """A forward call begins; `silent`: see `Frame`."""
         segment = checkpoint_segment()
         # A checkpoint keeps nothing itself; what it runs again does. And which calls lead back to trained parameters
-        # may differ between steps, on some ranks only: where that can be, it is so.
+        # may differ between steps, on some ranks only: a call that may lead back counts as one that does.
         saves = segment is not None or (frame.trains and self._trains)
         frame.put_on_tape(segment, saves, silent)
         self._trains = self._trains or frame.trains
@@ -149,7 +149,7 @@ class Tape:
             self._uses[bucket] += 1
 
     def left(self, frame: Frame) -> None:
-        """A call ends; nothing to be noted where its beginning was not."""
+        """A call ends; it is noted only if its beginning was."""
         if not frame.on_tape:
             return
         self._marks.append((frame, True))
@@ -164,7 +164,7 @@ class Tape:
         self._before = list(self._marks)
 
     def knows(self, frame: Frame) -> bool:
-        """Can a backward come to this frame, or has it, and is not done with it?"""
+        """True if a backward can come to this frame, or has come to it and is not done with it."""
         return frame in self._ahead or frame in self._open
 
     def last(self, name: str) -> Frame | None:
@@ -180,10 +180,10 @@ class Tape:
             yield self._step()
 
     def to_recomputation(self, frame: Frame) -> Iterator[StepBack]:
-        """The way back up to where a call is run forward again: to its backward, which then holds its buckets.
+        """The way back up to the point where a call runs forward again: to its backward, which then holds its buckets.
 
         A checkpoint over several calls runs all of them forward before the backward of the last: it leads up to its
-        end. A reentrant one, whose calls are silent, runs a backward of its own behind each: the way leads up to it.
+        end. A reentrant one, whose calls are silent, runs its own backward after each: the way leads up to it.
         """
         if frame in self._ahead and not self._alone(frame):
             while not (self._marks[-1][1] and self._marks[-1][0].segment is frame.segment):
@@ -195,7 +195,7 @@ class Tape:
             yield from self.to(frame)
 
     def _alone(self, frame: Frame) -> bool:
-        """Is there no other call in its checkpoint?"""
+        """True if there is no other call in its checkpoint."""
         return frame.segment is None or sum(is_end and f.segment is frame.segment for f, is_end in self._marks) == 1
 
     def past(self, frame: Frame) -> Iterator[StepBack]:

@@ -41,7 +41,7 @@ class Record:
         return len(self._events) - 1
 
     def suppose(self, entered: int, left: int, needed: bool) -> None:
-        """The call between these places belongs there only if some rank may have needed it; has this one?"""
+        """The call between these places stays only if some rank may have needed it. `needed`: this rank may have."""
         self._supposed.append(_Supposed(entered, left, needed))
 
     def needed(self) -> bytes:
@@ -72,7 +72,7 @@ class _Marked(NamedTuple):
     most: int
     """bytes in use at most since the instruction before"""
     found: int
-    """bytes in use before it, of what gives memory back"""
+    """bytes in use before it, for an instruction that frees memory"""
 
 
 class _Copied(NamedTuple):
@@ -94,7 +94,7 @@ class Timeline:
         self.collectives: list[Timing] = []
 
     def mark(self, lands: bool = False) -> Mark:
-        """Where the compute stream is now, when an instruction begins. `lands`: is it the end of a reduction?"""
+        """The present point of the compute stream: an instruction begins. `lands`: True if it ends a reduction."""
         if not self._marked:
             self._clock.take_used()  # memory is counted from here on
         self._found = self._clock.take_used() if lands else (0, 0)
@@ -107,7 +107,7 @@ class Timeline:
 
     @contextmanager
     def copying(self, instruction: Instruction, nbytes: int) -> Iterator[None]:
-        """What is copied inside, on the stream that is current there, belongs to an instruction."""
+        """Copies made inside, on the stream that is current there, belong to an instruction."""
         before = self._clock.mark()
         yield
         self._copied.append(_Copied(instruction, nbytes, before, self._clock.mark()))
@@ -129,5 +129,5 @@ class Timeline:
 
 
 def _above(marked: _Marked) -> int:
-    """What was in use between the instruction before and the end of this one, if not what this one has left there."""
+    """Bytes in use at most since the instruction before, if more than this one has left in use; else 0."""
     return marked.most if marked.most > marked.allocated else 0

@@ -1,7 +1,7 @@
-"""Between host memory and the device: tensors that live in the one, and copies that run beside the computation.
+"""Between host memory and the device: tensors in host memory, and copies that run concurrently with the computation.
 
-    upload     host → device, on a stream of its own; whoever needs the copy waits for it on the device
-    download   device → host, on another one, behind what the current stream has been given so far
+    upload     host → device, on its own stream; the stream that needs the copy waits for it
+    download   device → host, on another stream, after the work that the current stream has been given so far
     snapshot   what tensors hold now, for another thread to read in host memory while they change
 
 No copy makes the host wait. A tensor in host memory (`HostTensor`) remembers the last copy from or to it, and the
@@ -48,7 +48,7 @@ class HostTensor:
 
 
 class Upload:
-    """Copies on the device, on their way; to be waited for, because until then nobody may free them."""
+    """Copies on the device, on their way; to be waited for, because until then their memory must not be freed."""
 
     __slots__ = ("_tensors", "event")
 
@@ -64,7 +64,7 @@ class Upload:
 
 
 class Download(NamedTuple):
-    """What is to be copied to host memory: a tensor [n], to the elements from `start` on."""
+    """A copy to host memory: of a tensor [n], to the elements from `start` on."""
 
     tensor: torch.Tensor
     host: HostTensor
@@ -72,34 +72,34 @@ class Download(NamedTuple):
 
 
 class Snapshot:
-    """What tensors hold when this is made, for another thread, although they will change.
+    """The values of tensors at this moment, for another thread, although the tensors will change.
 
-    Whoever changes them calls `start` some time before, and then `arrive`. The other thread calls `read`, once. Device
-    tensors are copied beside the computation, between `start` and `arrive`. Host memory is read where it lies, and what
-    has not been read when it is about to change is copied then. Copies are let go of as they are read.
+    The owner calls `start` some time before it changes them, and `arrive` just before. The other thread calls `read`,
+    once. Device tensors are copied concurrently with the computation, between `start` and `arrive`. Host tensors are
+    read in place; those not yet read at `arrive` are copied then. Each copy is dropped once it is read.
 
-    Lost, which `lost` tells, is what somebody writes without a word, and what no memory is left for.
+    The snapshot is lost if a tensor is written unannounced, or if no memory is left for a copy; see `lost`.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], copies: CopyStream) -> None:
         self._tensors: list[torch.Tensor | None] = list(tensors)
         self._sources = tuple(tensors)
-        """until `arrive`: nobody may use their memory for something else while they are copied"""
+        """until `arrive`: their memory must not be reused while they are copied"""
         self._versions = versions(tensors)
         self._lost: Exception | None = None
         self._copies = copies
         self._originals = {index for index, tensor in enumerate(tensors) if tensor.device.type == "cpu"}
-        """those that are read where they lie"""
+        """those that are read in place"""
         self._started = len(self._originals) == len(tensors)
         self._mark: torch.Event | None = None
         self._next = 0
-        """the first that nobody has read to its end"""
+        """the first that has not been read to its end"""
         self._reading = self._dropped = False
         self._changed = threading.Condition()
 
     @torch.no_grad()
     def start(self) -> None:
-        """The copies of what lies on the device begin; does nothing the second time."""
+        """Starts the copies of the device tensors; does nothing the second time."""
         with self._changed:
             if not self._started:
                 with self._losing():
@@ -164,7 +164,7 @@ class Snapshot:
         return self._dropped
 
     def lost(self) -> Exception | None:
-        """Why it is lost, if it is. Asked by whoever changes the tensors."""
+        """Why it is lost, if it is. Called by the owner, which changes the tensors."""
         if any(now != known for now, known in zip(versions(self._sources), self._versions, strict=False)):
             self._lose(
                 EngineError(
@@ -176,9 +176,9 @@ class Snapshot:
 
     @contextmanager
     def _losing(self) -> Iterator[None]:
-        """Inside, memory is asked for: that there is none is no reason to stop for who changes the tensors.
+        """Inside, memory is allocated. If there is none, the snapshot is lost, and the owner continues.
 
-        What else comes between, as Ctrl-C may anywhere, leaves half of it copied: then it is lost as well.
+        Any other exception, such as Ctrl-C, leaves it half copied: then it is lost as well.
         """
         try:
             yield
@@ -193,7 +193,7 @@ class Snapshot:
         self.drop()
 
     def drop(self) -> None:
-        """Nobody wants it any more; in any thread."""
+        """It is not needed any more; called in any thread."""
         with self._changed:
             self._dropped = self._started = True
             self._tensors = []
@@ -202,7 +202,7 @@ class Snapshot:
 
 
 def _aligned(nbytes: int) -> int:
-    """So that a tensor of any dtype can begin behind it."""
+    """Rounds up, so that a tensor of any dtype can begin after it."""
     return -(-nbytes // 16) * 16
 
 
@@ -240,7 +240,7 @@ class _Gathering:
 class Transfers:
     """The copies of one engine. `staged` counts the bytes of parameters that are on the device to be gathered.
 
-    `issuing` is the scope of what is to count as a part of a gather. `streams` makes what copies.
+    `issuing` is the scope of work that counts as a part of a gather. `streams` makes the copy streams.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class Transfers:
     def upload(self, hosts: Sequence[HostTensor]) -> Upload:
         """Starts to copy tensors to the device."""
         copies = tuple(torch.empty(h.tensor.shape, dtype=h.tensor.dtype, device=self.device) for h in hosts)
-        with self._up.issue():  # behind whatever may still use the memory of what was freed
+        with self._up.issue():  # after all work that may still use freed memory
             for host, copy in zip(hosts, copies, strict=True):
                 self._up.wait(host.copied)
                 self._up.copy(copy, host.tensor)
@@ -275,7 +275,7 @@ class Transfers:
 
     @torch.no_grad()
     def download(self, copies: Sequence[Download]) -> None:
-        """Starts to copy tensors to host memory, in order. Nobody may write them from now on."""
+        """Starts to copy tensors to host memory, in order. They must not be written from now on."""
         if not copies:
             return
         with self._down.issue():
@@ -292,9 +292,9 @@ class Transfers:
         self.retire(2)
 
     def snapshot(self, tensors: Sequence[torch.Tensor]) -> Snapshot:
-        """What these tensors hold now. To be called when the host may read what lies in its memory (`finish`).
+        """The present values of these tensors. To be called when the host may read host tensors (`finish`).
 
-        Its copies have a stream of their own, so that nothing else has to wait for them.
+        Its copies have their own stream, so that nothing else has to wait for them.
         """
         return Snapshot(tensors, self._aside)
 
@@ -316,16 +316,16 @@ class Transfers:
             self.retire(len(self._leaving) - 1)
 
     def finish(self) -> None:
-        """The host waits for all copies: it may read and write what lies in its memory from here on."""
+        """The host waits for all copies: it may read and write host tensors from here on."""
         self._up.finish()
         self._down.finish()
         self.retire(0)
 
     # ------------------------------------------------------------------ gathers
     def gather(self, transport: Transport, flat: torch.Tensor, shard: HostTensor, layout: BucketLayout) -> Pending:
-        """Uploads this rank's shard and starts the all-gather behind that; see `Transport.all_gather`.
+        """Uploads this rank's shard and starts the all-gather after it; see `Transport.all_gather`.
 
-        The copy on the device goes when the gather has been waited for.
+        The device copy is dropped when the gather has been waited for.
         """
         with self._issuing():
             upload = self.upload([shard])
@@ -339,7 +339,7 @@ class Transfers:
 
 
 class UploadingGatherer:
-    """Gathers through `transport` what lies in host memory: each gather uploads `host` first."""
+    """Gathers a shard in host memory through `transport`: each gather uploads `host` first."""
 
     def __init__(self, transfers: Transfers, transport: Transport, host: HostTensor) -> None:
         self._transfers, self._transport, self._host = transfers, transport, host

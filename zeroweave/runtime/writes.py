@@ -15,7 +15,7 @@ WATCHED: Final = 5
 
 
 class Writes:
-    """Compares what a forward leaves in flats with what was gathered; of the first windows, the first forward of each.
+    """Compares flats after a forward with what was gathered, in the first forward of each of the first windows.
 
     Each rank compares its own part of a flat, on the device, and reads the results at the forward's end. So a write to
     another rank's part is found by that rank, if the program writes the same there. None is watched before `watch`.
@@ -25,7 +25,7 @@ class Writes:
         """`busy()`: a forward or backward is under way."""
         self._busy = busy
         self._doubts: list[tuple[str, torch.Tensor]] = []
-        # Where the flat is the shard no gather follows, and no write is lost.
+        # If the flat is the shard, no gather follows, and no write is lost.
         self._buckets = [bucket for bucket in buckets if bucket.layout.shard_numel and not bucket.is_shard]
         self._left: int | None = None
         self._found: list[tuple[Bucket, torch.Tensor]] | None = None
@@ -35,7 +35,7 @@ class Writes:
         self._left = WATCHED
 
     def begin(self, anew: bool) -> None:
-        """A window's first forward begins. `anew`: it has come to a new kernel that may write."""
+        """A window's first forward begins. `anew`: True if it has come to a new kernel that may write."""
         if anew and self._left is not None:
             self._left = WATCHED
         captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -43,7 +43,7 @@ class Writes:
             self._left, self._found = self._left - 1, []
 
     def look(self, buckets: Iterable[Bucket]) -> None:
-        """These are held, and may not be afterwards."""
+        """These are held now, and may be dropped afterwards."""
         if self._found is not None:
             self._found += [(bucket, bucket.altered()) for bucket in buckets if bucket in self._buckets]
 
@@ -60,7 +60,7 @@ class Writes:
         places = [(bucket.layout.slots, place) for (bucket, _), (differs, place) in results if differs]
         if names := {[slot.name for slot in slots if slot.offset <= place][-1] for slots, place in places}:
             for bucket, _ in found:
-                bucket.accept_writes()  # this error tells them
+                bucket.accept_writes()  # this error reports them
             raise ParameterError(
                 f"[ZW204] the forward writes to {', '.join(map(repr, sorted(names)))}, through `.data` or in a kernel: "
                 "the write would be lost with the next gather. Write parameters between steps, inside "
@@ -83,5 +83,5 @@ class Writes:
             raise ParameterError(write_error(", ".join(dict.fromkeys(written))))
 
     def forget(self) -> None:
-        """What was called has failed."""
+        """Forgets doubts: the forward or backward has failed."""
         self._doubts = []

@@ -1,14 +1,14 @@
-"""Budget: how much device memory schedules may fill where nobody has said it.
+"""Budget: how much device memory schedules may fill where the config does not say.
 
-    room                what PyTorch has, and what is free beside it
-    - margin            for what nobody foresees
+    room                what PyTorch has, and what else is free
+    - margin            for what is not foreseen
     - reserve           for batches that grow
-    - beside            model state, and all else that is there and no pass can change
+    - beside            model state, and everything else that no pass can change
     = flats, reductions in flight, activations
 
-Passes see what these take at once. The device has more: places, in which copy engines gather, are there all the time,
-and graphs have memory of their own. So what a schedule takes of the device is looked at when it is made, and where that
-is too much, it is made once more for less.
+Passes see what these take together. The device has more: places, in which copy engines gather, are always there,
+and graphs have their own memory. So what a schedule takes of the device is checked when it is made, and where that
+is too much, it is made again for less.
 
 All of it follows from costs that the ranks have agreed on, so that all have the same budget.
 """
@@ -23,7 +23,7 @@ from zeroweave.schedule.cost import gathered_of, simulate
 from zeroweave.schedule.facts import Costs
 
 MARGIN: Final = 0.05
-"""Of the room: what lies unused between blocks, and what other programs on the device may take later."""
+"""Of the room: what is unused between blocks, and what other programs on the device may take later."""
 
 
 def margin(costs: Costs) -> int:
@@ -49,8 +49,8 @@ def foreseen(costs: Costs, schedule: Schedule) -> int:
 def budget(costs: Costs, measured: Schedule) -> int | None:
     """Bytes of flats, reductions in flight and activations that "auto" may reach; None for no budget.
 
-    None where nobody counts, and where there is not the room that "auto" takes without a budget: a bucket more than
-    `measured`, which the costs are of, needs. See `lowered` for what such a budget leaves out.
+    None where memory is not counted. None, too, where the room is smaller than "auto" takes without a budget: what
+    `measured`, which the costs are of, needs, and one bucket more. See `lowered` for what such a budget leaves out.
     """
     if not costs.room:
         return None
@@ -58,8 +58,8 @@ def budget(costs: Costs, measured: Schedule) -> int | None:
 
 
 def lowered(memory: int, schedule: Schedule, costs: Costs, measured: Schedule) -> int | None:
-    """What is to be filled instead of `memory`, which `schedule` was made for: as much where the device has room for
-    that schedule, else less, as by `budget`.
+    """What to fill instead of `memory`, which `schedule` was made for: the same where the device has room for that
+    schedule, else less, as by `budget`.
     """
     over = taken(schedule, costs) - _free(costs)
     return memory if over <= 0 else _no_less(memory - max(over, memory // 8), costs, measured)
@@ -68,7 +68,7 @@ def lowered(memory: int, schedule: Schedule, costs: Costs, measured: Schedule) -
 def taken(schedule: Schedule, costs: Costs) -> int:
     """Bytes that the device is to have for all that schedules decide about.
 
-    A step without a schedule gathers in no place, and takes what steps took that were measured.
+    A step without a schedule gathers in no place, and takes what measured steps took.
     """
     shared = gathered_of(schedule, schedule.places.keys() | schedule.stays)
     memory = simulate(schedule, costs).memory
@@ -89,9 +89,9 @@ def _no_less(fills: int, costs: Costs, measured: Schedule) -> int | None:
 
 
 def grown(costs: Costs, schedule: Schedule, peak: int, room: int) -> Costs:
-    """Costs that foresee what has come: `peak` bytes were in use at most with `schedule`, and `room` is left now.
+    """Costs that predict what was measured: `peak` bytes in use at most with `schedule`, and `room` left now.
 
-    The budget that follows is smaller by the reserve at least: so it changes a few times at most, never back.
+    The budget that follows is smaller by at least the reserve. So it changes a few times at most, and never back.
     """
     more = max(peak - foreseen(costs, schedule), reserve(costs))
     return replace(costs.higher(more), room=min(costs.room, room))

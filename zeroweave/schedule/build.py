@@ -67,7 +67,7 @@ class Schedule:
 
     @cached_property
     def calls(self) -> dict[tuple[Call, int], tuple[int, int]]:
-        """For each call, by number: the index of its Run, and that of its End, or the former again where it has none.
+        """For each call, by number: the index of its Run, and that of its End, or of its Run again if it has none.
 
         An End closes the last open Run of its call.
         """
@@ -102,13 +102,13 @@ class Schedule:
 
     @cached_property
     def stays(self) -> frozenset[int]:
-        """Buckets that are still held at the end: gathered once, and again only behind what changes them."""
+        """Buckets that are still held at the end: gathered once, and again only after what changes them."""
         held: Counter[int] = Counter(i.bucket for i in self.instructions if isinstance(i, Unshard))
         held.subtract(i.bucket for i in self.instructions if isinstance(i, Reshard))
         return frozenset((+held).keys())
 
     def by_copy_engine(self, kind: Kind, bucket: int) -> bool:
-        """Does a collective run beside those by kernel, in a queue of its own?"""
+        """True if a collective runs in its own queue, concurrently with those by kernel."""
         return kind == "all_gather" and bucket in self.facts.copied and bucket in self.places
 
     @cached_property
@@ -128,7 +128,7 @@ class Schedule:
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """Of the buckets that are gathered at fixed addresses: in which place each lies. See ``places.assign``."""
+        """The place of each bucket that is gathered at a fixed address. See ``places.assign``."""
         return assign(self.instructions, self.gathers, self.drops, self.facts)
 
     @cached_property
@@ -146,7 +146,7 @@ class Schedule:
         return {move.key: move for move in agreed}
 
     def rearranged(self, moved: Mapping[int, Iterable[Instruction]], taken: Collection[int] = ()) -> Schedule:
-        """With ``moved[i]`` in front of index i, and without the instructions at the indices ``taken``."""
+        """With ``moved[i]`` before index i, and without the instructions at the indices ``taken``."""
         if not (moved or taken):
             return self
         out: list[Instruction] = []
@@ -157,7 +157,7 @@ class Schedule:
         return replace(self, instructions=tuple(out))
 
     def slot(self, index: int) -> int:
-        """The index in front of a ``Run`` and what prepares it; ``index`` itself for any other instruction."""
+        """The index before a ``Run`` and what prepares it; ``index`` itself for any other instruction."""
         if isinstance(self.instructions[index], Run):
             while index and isinstance(self.instructions[index - 1], Prepares):
                 index -= 1
@@ -262,18 +262,8 @@ class Schedule:
 
     @cached_property
     def reduce_order(self) -> tuple[int, ...]:
-        """The buckets in the order of their first reductions in the window's last reducing backward."""
-        order: dict[int, None] = {}
-        over = False
-        for event in self.record:
-            if isinstance(event, Micro):
-                over = True
-            elif isinstance(event, Ready):
-                if over:
-                    order.clear()
-                    over = False
-                order[event.bucket] = None
-        return tuple(order)
+        """See `reduce_order`."""
+        return reduce_order(self.record)
 
     @cached_property
     def micro_steps(self) -> tuple[int, ...]:
@@ -293,7 +283,7 @@ class Schedule:
 
     @cached_property
     def shape(self) -> int:
-        """64 bits that are equal where the events of the records are, whatever is sent between them."""
+        """64 bits that are equal where the records have equal events. What is sent between them does not count."""
         return xxhash.xxh3_64_intdigest("\n".join(map(self.describe, project(self.record))).encode())
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -304,8 +294,8 @@ class Schedule:
     def load(cls, path: str | os.PathLike[str]) -> Schedule:
         """A schedule that was saved, equal to it and verified.
 
-        Raises ScheduleError, naming the file and what is wrong in it, for a file of another version, one that is
-        none, and a schedule that is not right.
+        Raises ScheduleError, naming the file and what is wrong in it, for a file of another version, another
+        file, and a schedule that is not right.
         """
         file = read(path)
         schedule = cls(file.instructions, file.record, file.facts)
@@ -332,6 +322,21 @@ class Schedule:
         return words
 
 
+def reduce_order(record: Iterable[Event]) -> tuple[int, ...]:
+    """The buckets in the order of their first reductions in the window's last reducing backward."""
+    order: dict[int, None] = {}
+    over = False
+    for event in record:
+        if isinstance(event, Micro):
+            over = True
+        elif isinstance(event, Ready):
+            if over:
+                order.clear()
+                over = False
+            order[event.bucket] = None
+    return tuple(order)
+
+
 def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     """The plain schedule of a record: no gather is shared between calls and none is issued early.
 
@@ -340,8 +345,10 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     skip a branch gather the same. Left: ``Reshard`` what is not kept. Ready: ``Settle`` the oldest reductions
     until one more fits (``depth``, and none of this bucket in flight), ``Reduce``. At the end the
     rest settles, every reduced bucket is updated in the order of its last ``Settle``, and the kept buckets are
-    dropped, but for those that no update changes. A replicated bucket: behind its last ``Settle`` ``ReduceAcross``, one
-    more ``Settle`` before its update, and behind all updates ``GatherAcross``, in the order of first use.
+    dropped, but for those that no update changes. Replicated buckets: after the last ``Settle`` a ``ReduceAcross``
+    each, in the order of their reductions, one more ``Settle`` before the update, and after all updates a
+    ``GatherAcross`` each, in the order of the layout. Both orders are also those of a rank that has departed: ranks may
+    depart alone.
 
     Raises ScheduleError for a record that no schedule can fit: calls left and not entered or the reverse,
     unknown buckets, gradients of a bucket that is not trainable.
@@ -351,12 +358,10 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     open_calls: dict[Call, list[tuple[int, ...]]] = {}
     kept: dict[int, None] = {}  # kept buckets that are unsharded, in that order
     in_flight: deque[int] = deque()
-    crossing: list[int] = []
     settled: dict[int, None] = {}  # in the order of each bucket's last Settle
-    left = Counter(event.bucket for event in record if isinstance(event, Ready))  # reductions still to be settled
     used = {bucket for event in record if isinstance(event, Entered) for bucket in event.uses}
     unused = sorted(facts.kept_by_stage - used)  # kept, used by no call, not yet unsharded
-    at_once = len(facts.kept_by_stage) < len(facts.by_id)  # at stage 3: ranks may use these in calls of their own
+    at_once = len(facts.kept_by_stage) < len(facts.by_id)  # at stage 3: ranks may use these in their own calls
 
     def unshard(buckets: Iterable[int]) -> None:
         needed = [bucket for bucket in buckets if bucket not in kept]
@@ -369,10 +374,6 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
         out.append(Settle(bucket))
         settled.pop(bucket, None)
         settled[bucket] = None
-        left[bucket] -= 1
-        if bucket in facts.replicated and not left[bucket]:
-            out.append(ReduceAcross(bucket))
-            crossing.append(bucket)
         return bucket
 
     for index, event in enumerate(record):
@@ -410,12 +411,13 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     else:
         while in_flight:
             settle()
-        for bucket in settled if facts.update_by_bucket else ():
-            out += [Settle(bucket), Update(bucket)]
-        if not facts.update_by_bucket:
-            out.extend(map(Settle, crossing))
+        across = [bucket for bucket in reduce_order(record) if bucket in facts.replicated]
+        out.extend(map(ReduceAcross, across))
+        if facts.update_by_bucket:
+            out.extend(each for bucket in across for each in (Settle(bucket), Update(bucket)))
+        else:
+            out.extend(map(Settle, across))
             out.extend(map(Update, settled))
-    by_use = [bucket for event in record if isinstance(event, Entered) for bucket in event.uses]
-    out.extend(GatherAcross(bucket) for bucket in dict.fromkeys((*by_use, *settled)) if bucket in facts.replicated)
+    out.extend(GatherAcross(bucket) for bucket in sorted(facts.replicated.intersection(settled)))
     out.extend(Reshard(bucket) for bucket in kept if facts.by_id[bucket].trainable)
     return Schedule(tuple(out), tuple(record), facts)

@@ -2,7 +2,7 @@
 
 All schedules of one record have the same sequence of ``Run``, ``End`` and ``Reduce``, its *events*. Times of
 computation are kept between them: ``compute[i]`` is what the compute stream did from event i to event i + 1,
-waiting for communication left out. Whatever a pass moves, these stay.
+waiting for communication left out. Passes do not change them.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Prediction:
 
     seconds: of the step. starts: when the compute stream comes to each instruction. waits: how long it waits for
     communication, for each instruction that waits at all, by index. memory: bytes of flats, reductions in flight and
-    activations after each instruction. copied: seconds of the gathers by copy engine. over: when what each collective
-    brings is there, by the index of the instruction that starts it.
+    activations after each instruction. copied: seconds of the gathers by copy engine. over: when the result of each
+    collective is there, by the index of the instruction that starts it.
     """
 
     seconds: float
@@ -79,7 +79,7 @@ class Prediction:
 
 
 def is_event(instruction: Instruction) -> bool:
-    """Does the instruction belong to the record?"""
+    """True if the instruction belongs to the record."""
     return isinstance(instruction, Run | End | Reduce)
 
 
@@ -136,7 +136,7 @@ def gathered_of(schedule: Schedule, buckets: Container[int]) -> list[int]:
 
 
 def away_of(schedule: Schedule, moves: Iterable[Move]) -> list[int]:
-    """After each instruction, bytes of activations that are in host memory only, where there is so much to move."""
+    """After each instruction, bytes of activations that are in host memory only, if ``moves`` are moved."""
     nbytes, now = {move.key: move.nbytes for move in moves}, 0
     memory: list[int] = []
     for instruction in schedule.instructions:
@@ -161,7 +161,7 @@ def most_by_event(schedule: Schedule, memory: Sequence[int]) -> list[int]:
 
 
 def collective_seconds(schedule: Schedule, index: int, costs: Costs) -> float:
-    """How long the collective takes that an ``Unshard`` or a ``Reduce`` starts, once it runs."""
+    """How long the collective of an ``Unshard`` or a ``Reduce`` takes once it runs."""
     kind, bucket = schedule.sends[index]
     return costs.seconds(kind, bucket, schedule.facts.sizes[bucket])
 
@@ -169,15 +169,14 @@ def collective_seconds(schedule: Schedule, index: int, costs: Costs) -> float:
 def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     """Plays a schedule on three lanes: the compute stream, the collectives in the order of their issue, and copies.
 
-    Gathers by copy engine have a lane of their own. Collectives across sharding groups take no time.
+    Gathers by copy engine have their own lane. Collectives across sharding groups take no time.
 
     A collective starts when everything issued to the compute stream before it is done (its storage may have
     been in use until then) and the collective before it is; ``Wait`` and ``Settle`` hold the compute stream
-    until theirs is done. What a ``Run`` computes comes before the instructions behind it. ``End`` and ``Reduce``
-    take no time: what the program computes behind them comes after the instructions that wait for nothing.
-    Copies of activations run in the order of their
-    issue; ``Release`` waits for its copy, the event behind the need of a call's activations for theirs. Costs must be
-    the record's.
+    until theirs is done. What a ``Run`` computes comes before the instructions after it. ``End`` and ``Reduce``
+    take no time: what the program computes after them comes after the instructions that wait for nothing.
+    Copies of activations run in the order of their issue; ``Release`` waits for its copy, the event after the need of
+    a call's activations for theirs. Costs must be the record's.
     """
     _check(schedule, costs)
     copies, held = _Copies(costs), held_by_reductions(schedule, costs.held)
@@ -190,7 +189,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     memory: list[int] = []
     starts: list[float] = []
     spans: list[Span] = []
-    behind: tuple[int, float] | None = None  # what is computed behind an End or a Reduce: its index, seconds
+    behind: tuple[int, float] | None = None  # what is computed after an End or a Reduce: its index, seconds
 
     def compute(index: int, seconds: float) -> float:
         spans.append(Span("compute", index, now, now + seconds))

@@ -63,12 +63,12 @@ class Costs:
 
     compute[i]: from event i to the next, or to the end of the step. update: the optimizer on each bucket.
     gathers, reductions: measured times by bucket; ``gather`` and ``reduce`` predict the others by size.
-    activations[i]: bytes beside the model's state and all flats while event i is the last, against the start
-    of the step, as if none of them were moved to host memory, without what reductions in flight have. copy: of such a
-    move, by its bytes, no time where nothing was moved; moves: what there is to move, whoever moves it. filled: bytes
-    of flats, reductions in flight and activations at most while it was measured; beside: of all else, model state
-    included; room: bytes that could be allocated at most; 0 where nobody knows. held[i]: bytes beside its gradient
-    flat that event i, if it is a reduction, has until it is settled; empty where nobody knows.
+    activations[i]: bytes without the model's state, all flats and reductions in flight while event i is the last,
+    against the start of the step, as if none of them were moved to host memory. copy: of such a move, by its bytes,
+    no time where nothing was moved; moves: what any rank can move. filled: bytes of flats, reductions in flight and
+    activations at most while it was measured; beside: of everything else, model state included; room: bytes that could
+    be allocated at most; 0 where that is unknown. held[i]: bytes, without its gradient flat, that event i, if it is a
+    reduction, has until it is settled; empty where that is unknown.
     """
 
     compute: tuple[float, ...]
@@ -101,7 +101,7 @@ class Costs:
             return Line(max(one.alpha for one in lines), max(one.beta for one in lines))
 
         def stays(rank: Costs) -> list[int]:
-            if not rank.peak:  # nobody counts
+            if not rank.peak:  # memory is not counted
                 return list(rank.activations)
             more = beyond(moves, rank.moves, len(rank.activations))
             return [nbytes + each for nbytes, each in zip(rank.activations, more, strict=True)]
@@ -124,12 +124,12 @@ class Costs:
         )
 
     def higher(self, nbytes: int) -> Costs:
-        """With so many bytes more in use, whatever the schedule."""
+        """With so many bytes more in use with any schedule."""
         return replace(self, beside=self.beside + nbytes)
 
     @property
     def peak(self) -> int:
-        """Bytes allocated at most while it was measured, by everything; 0 where nobody knows.
+        """Bytes allocated at most while it was measured, by everything; 0 where that is unknown.
 
         Merged: no less than of any rank.
         """
@@ -157,18 +157,18 @@ class Facts:
 
     kept_by_stage: buckets that stay unsharded from their first use to the end of the step (stages 1 and 2: all).
     depth: reductions in flight at most, at least 1; see `load`.
-    prefetch: how many calls ahead gathers are issued, at least 0; "auto": as far as measured times and memory
-    say, 1 where nothing was measured (see passes/prefetch.py).
+    prefetch: how many calls ahead gathers are issued, at least 0; "auto": what measured times and memory
+    allow, 1 where nothing was measured (see passes/prefetch.py).
     update_by_bucket: update each bucket as soon as its last reduction has settled; possible where the
     optimizer needs nothing global (no clipping, no overflow check).
-    free: let go of unused activations before the optimizer (see passes/free.py).
+    free: free unused activations before the optimizer (see passes/free.py).
     offload: keep activations in host memory until they are needed (see passes/offload.py).
     stage: begin to copy each bucket for a checkpoint before it is updated (see passes/stage.py).
     keep: buckets that stay gathered from one use to the next; "auto": as many as the memory has room for (see
     passes/keep.py).
-    placed: buckets that are gathered at a fixed address, each in a place of its own or one that it shares with others
+    placed: buckets that are gathered at a fixed address, each in its own place or in one that it shares with others
     that are gathered at other times (see places.py).
-    copied: those of them that copy engines gather.
+    copied: those of the placed that copy engines gather.
     replicated: trainable buckets that several sharding groups have: reduced and gathered across groups once a step.
     memory: bytes of flats, reductions in flight and activations that "auto" may reach; None: what the schedule with
     prefetch 1 reaches, and the largest bucket more.
@@ -226,9 +226,9 @@ class Facts:
         return max((bucket.nbytes for bucket in self.buckets if bucket.trainable), default=0)
 
     def load(self, buckets: Iterable[int]) -> int:
-        """What reductions of these buckets count among ``depth`` if they are in flight at once: one each.
+        """What these buckets' reductions count towards ``depth`` while all are in flight: one each.
 
-        Slight ones count one for each time that they have the bytes of the largest bucket together. A bucket of a norm
+        Slight ones together count one for each time that they have the bytes of the largest bucket. A bucket of a norm
         alone would else take the place of a block, although its flat is small.
         """
         count = together = 0

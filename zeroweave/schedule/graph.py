@@ -1,4 +1,4 @@
-"""The dependency graph of a schedule: which instruction cannot start before which other one is over, and why."""
+"""The dependency graph of a schedule: which instruction must wait for which other one, and why."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Reason: TypeAlias = Literal["compute", "values", "gradient", "storage", "lane"]
 """compute: the order of the record. values: a call needs its bucket
 gathered. gradient: a reduction needs the gradient, its settling the result, the update what has settled. storage: a
 gather needs what the drop before it freed, a drop the last call that reads. lane: collectives run in the order of their
-issue, those by copy engine beside the others."""
+issue, those by copy engine concurrently with the others."""
 
 _End: TypeAlias = tuple[float, tuple[int, Reason] | None]
 
@@ -55,7 +55,7 @@ class Graph:
         No schedule of this record with these gathers is faster, however its instructions are moved in time.
         """
         # For each instruction when the compute stream is past it, and when the collective that it starts is over
-        # (the former again, where it starts none); behind each which of these it waited for.
+        # (the former again, where it starts none); after each, which of these it waited for.
         past: list[_End] = []
         over: list[_End] = []
         for index, (compute, send) in enumerate(self._seconds(costs)):
@@ -63,7 +63,7 @@ class Graph:
             free: _End = (0.0, None)  # the lane's as well
             for other, reason in self.before.get(index, ()):
                 end: _End = ((past if reason in ("compute", "storage") else over)[other][0], (other, reason))
-                if reason != "lane":  # the compute stream goes on while the collective before is under way
+                if reason != "lane":  # the compute stream continues while the collective before is under way
                     arrived = max(arrived, end, key=itemgetter(0))
                 free = max(free, end, key=itemgetter(0))
             past.append((arrived[0] + compute, arrived[1]))
@@ -113,7 +113,7 @@ def dependencies(schedule: Schedule) -> Graph:
             edges.append((start, stop, reason))
 
     def queue(index: int, kind: Kind, bucket: int) -> None:
-        """What is sent runs behind what was sent before in its way."""
+        """What is sent runs after what was sent before on the same lane."""
         copies = schedule.by_copy_engine(kind, bucket)
         edge(collective.get(copies), index, "lane")
         collective[copies] = index

@@ -8,17 +8,17 @@ Instructions
     storage goes with the last one. ``Reduce`` starts the reduce-scatter of a bucket's gradients, ``Settle`` copies
     or adds its result into the gradient shard, ``Update`` runs the optimizer on the bucket's fragments. Where a
     bucket is replicated, ``Reduce`` and ``Unshard`` stay inside a sharding group: ``ReduceAcross`` starts the
-    reduction of the window's sum across groups, which a ``Settle`` of its own makes usable, and ``GatherAcross``
-    brings what an ``Update`` has changed to all groups. ``Free`` lets go of the activations that no backward has
+    reduction of the window's sum across groups, which its own ``Settle`` makes usable, and ``GatherAcross``
+    brings what an ``Update`` has changed to all groups. ``Free`` frees the activations that no backward has
     used up. ``Offload`` starts to copy what a forward call has saved into host memory, ``Release`` waits for that
-    copy and gives the device memory back, ``Reload`` starts to bring it back. The call is the ``number``-th of the
+    copy and frees the device memory, ``Reload`` starts to bring it back. The call is the ``number``-th of the
     step's equal ones, from 0. ``Stage`` starts to copy what a checkpoint wants of a bucket into host memory, before
     an ``Update`` writes it; while no checkpoint is being saved it does nothing.
 
 Ends of calls
     ``Run`` marks a call's start and, where nothing happens inside the call, also its end. ``End`` is there
-    only for a call inside which another event lies (a call nested in it or overlapping it, a ``Reduce``), or
-    while the same call is open twice, where one ``Run`` could not tell whose end it is.
+    only for a call inside which another event is (a call nested in it or overlapping it, a ``Reduce``), or
+    while the same call is open twice, where one ``Run`` could not tell which of them ends.
 
 Events
     What the runtime records of one optimizer step: ``Entered`` and ``Left`` for every call, ``Ready`` where a
@@ -144,7 +144,7 @@ Instruction: TypeAlias = (
 
 
 Prepares: TypeAlias = Wait | Reload | Release | Offload
-"""What stands directly in front of a ``Run``; whatever is issued ahead of the call goes before it."""
+"""What stands directly before a ``Run``. Everything that is issued ahead of the call goes before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ Event: TypeAlias = Entered | Left | Ready | Micro | Needed
 
 
 def is_backward(event: Event) -> bool:
-    """Does it happen in a backward, or behind one?"""
+    """True if it happens in a backward, or after one."""
     if isinstance(event, Entered | Left):
         return event.call.phase == "backward"
     return not isinstance(event, Needed)
@@ -224,7 +224,7 @@ def ends(record: Iterable[Event]) -> frozenset[int]:
 
 
 def numbered(record: tuple[Event, ...]) -> Iterator[tuple[int, Event, bool]]:
-    """Each event, behind how many instructions of ``project`` it comes, and whether it becomes one of them."""
+    """Each event, how many instructions of ``project`` come before it, and whether it becomes one of them."""
     marked = ends(record)
     before = 0
     for index, event in enumerate(record):

@@ -1,8 +1,8 @@
 """Windows of several kinds, and which kind comes next.
 
-A program may alternate: two micro-steps and three, two losses, training and distillation. Each kind of window has a
-record of its own, and so a schedule of its own, made from costs of its own. Which kind comes next is known only when
-it has come. So it is told from the past: the kind that mostly followed when the same kinds had come in the same order.
+A program may alternate: two micro-steps and three, two losses, training and distillation. Each kind of window has
+its own record, its own costs and so its own schedule. Which kind comes next is known only when it has come. So it is
+predicted from the past: the kind that followed most often after the same kinds in the same order.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from zeroweave.schedule.instructions import Event, project
 from zeroweave.schedule.record import Step
 
 KINDS: Final = 8
-"""So many are known at once; the one that has not come for longest is forgotten."""
+"""The most kinds that are known; the one that has not come for longest is forgotten."""
 _PAST: Final = 256
-"""So many windows are remembered: patterns of half as many are foreseen."""
+"""The windows that are remembered. Patterns of half as many are predicted."""
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class WindowKind:
         self._known_as = {schedule.fingerprint}
 
     def is_of(self, schedule: Schedule, work: int) -> bool:
-        """Is this the kind of a window after which all ranks would follow this schedule? The same on all ranks."""
+        """True if all ranks would follow this schedule after a window of this kind. The same on all ranks."""
         alike = work == self.work or (self.work is None and work != 0)
         return alike and schedule.fingerprint in self._known_as
 
@@ -65,7 +65,7 @@ class WindowKind:
 
     def timed(self, step: Step) -> None:
         """A window that followed the schedule was timed."""
-        # Another record may send the same: then the ranks go on together, but not with those times.
+        # Another record may send the same: then the ranks continue together, but not with those times.
         self.steps = [each for each in self.steps if each.schedule is step.schedule] + [step]
 
     def measure(self, costs: Costs) -> None:
@@ -117,7 +117,7 @@ class WindowKinds:
         return tuple(kind.schedule for kind in self._kinds)
 
     def measured_on(self, record: tuple[Event, ...]) -> WindowKind | None:
-        """The kind whose costs were measured on a record of the same work, which is what costs are of."""
+        """The kind whose costs were measured on a record of the same work: costs belong to work."""
         work = project(record)
         return next((k for k in self._kinds if k.measured is not None and project(k.measured.record) == work), None)
 
@@ -131,7 +131,7 @@ class WindowKinds:
 
 
 def expected(past: Sequence[T]) -> T:
-    """What mostly followed the longest run of windows that came earlier in the order of the last ones.
+    """What followed most often after the longest earlier run of windows in the order of the last ones.
 
     This is the core of "prediction by partial matching" (Cleary and Witten, 1984), without its probabilities; the runs
     are found in linear time by the Z algorithm. The latest decides between equals. Where the last window is the first
@@ -141,7 +141,7 @@ def expected(past: Sequence[T]) -> T:
     if back.count(back[0]) == len(back):  # as in most programs: found out at no cost
         return back[0]
     alike = [0] * len(back)
-    """of each window but the last: so many up to it came in the order of the last ones"""
+    """of each window but the last: how many up to it came in the order of the last ones"""
     left = right = 0
     for index in range(1, len(back)):
         run = min(right - index, alike[index - left]) if index < right else 0

@@ -14,8 +14,8 @@ class Move:
     """What the ``number``-th of the step's equal calls has saved. Events are those of ``instructions.project``.
 
     since: how many events come up to and including the call's ``Run``. until: how many come before a backward asks for
-    it. inside: does it ask in the middle of a call in which nothing else happens, so that no event tells its end from
-    its beginning? nbytes: of what can be moved, without what later calls have saved as well.
+    it. inside: true if it asks in the middle of a call in which nothing else happens, so that no event distinguishes
+    its end from its beginning. nbytes: of what can be moved, without what later calls have saved as well.
     """
 
     call: Call
@@ -49,7 +49,7 @@ def moves_of(record: tuple[Event, ...]) -> tuple[Move, ...]:
 
 
 def merge(ranks: Sequence[tuple[Move, ...]]) -> tuple[Move, ...]:
-    """What all ranks decide by: whatever any of them moves, the most of it, until the first of them needs it.
+    """What all ranks decide by: everything that any of them moves, the most of it, until the first of them needs it.
 
     ``ranks``: in the same order on all of them.
     """

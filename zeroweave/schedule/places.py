@@ -12,9 +12,9 @@ from zeroweave.schedule.instructions import Instruction, Reshard, Unshard
 def assign(
     instructions: Sequence[Instruction], gathers: Collection[int], drops: Collection[int], facts: Facts
 ) -> dict[int, int]:
-    """For each bucket of ``facts.placed`` that is gathered, its place, from 0. Two that are gathered at once differ.
+    """The place, from 0, of each gathered bucket of ``facts.placed``. Two that are gathered at the same time differ.
 
-    One that stays from step to step, because nothing changes it, has none.
+    A bucket that stays from step to step, because nothing changes it, has no place.
 
     ``gathers``, ``drops``: indices of the Unshards that gather, and of the Reshards with which the storage goes.
 

@@ -35,9 +35,9 @@ from zeroweave.schedule.moves import moves_of
 class Moment:
     """An instruction, from when the compute stream came to it until it was past. Seconds from the step's start.
 
-    ``allocated``: bytes of device memory in use afterwards; ``peak``: at most up to the end of the next one, whatever
-    was computed meanwhile; 0 where nobody counts. ``before``: of a ``Settle`` that had something to do, bytes in use
-    when it began.
+    ``allocated``: bytes of device memory in use afterwards; ``peak``: at most up to the end of the next one, with all
+    that was computed meanwhile; 0 where memory is not counted. ``before``: of a ``Settle`` that had something
+    to do, bytes in use when it began.
     """
 
     instruction: Instruction
@@ -174,7 +174,7 @@ class Step:
                 places[index] = len(operations)
                 facts = schedule.facts.by_id[bucket]
                 beside = schedule.by_copy_engine(kind, bucket)
-                # One that is over before its predecessor ran beside it, as gloo's may.
+                # One that is over before its predecessor ran concurrently with it, as gloo's may.
                 start = free[beside] if issued < free[beside] < over else issued
                 after = f"{lane[beside]}, which ran before it" if start > issued else last
                 free[beside] = max(over, free[beside])
@@ -204,7 +204,7 @@ def _sent(
 class Operations(Sequence[Operation]):
     """The collectives of a recorded step, in order, with what is needed to make another schedule of its record.
 
-    agreed: are the costs those of all ranks? Else the ranks compute different things, and these are one rank's own.
+    agreed: true if the costs are those of all ranks. Else the ranks compute different things, and these are one rank's.
     """
 
     steps: tuple[Step, ...]
@@ -231,7 +231,7 @@ def costs_of(steps: Sequence[Step], room: int = 0) -> Costs:
     """The costs that steps of one schedule had: of each time the median, of each memory the most.
 
     A collective counts with its shortest time, because it takes longer where ranks wait for each other in it.
-    ``room``: bytes that could be allocated at most; 0 where nobody knows.
+    ``room``: bytes that could be allocated at most; 0 where that is unknown.
     """
     if not steps:
         raise ScheduleError("[ZW704] no step was recorded")
@@ -279,16 +279,16 @@ def _compute(step: Step) -> list[float]:
 
 
 def _activations(step: Step) -> list[int]:
-    """Bytes in use at most at each event beside what was in use at the start, flats, and reductions in flight.
+    """Bytes in use at most at each event, without what was in use at the start, flats, and reductions in flight.
 
-    That is whatever a step takes and no pass moves: activations, reduced gradients, local sums, what an update needs
+    That is all that a step takes and no pass moves: activations, reduced gradients, local sums, what an update needs
     for itself. What was away in host memory counts as if it had not been.
     """
     base: int | None = None
     memory: list[int] = []
     held = held_by_reductions(step.schedule, _held(step))
     flats = flats_of(step.schedule)
-    away = away_of(step.schedule, moves_of(step.schedule.record))  # of this rank, whatever all have agreed on
+    away = away_of(step.schedule, moves_of(step.schedule.record))  # of this rank, not those that all have agreed on
     for moment, gone, gathered, flying in zip(step.moments, away, flats, held, strict=True):
         elsewhere = gone - gathered - flying
         base = moment.allocated + elsewhere if base is None else base
@@ -297,10 +297,10 @@ def _activations(step: Step) -> list[int]:
 
 
 def _held(step: Step) -> list[int]:
-    """Bytes that each event, if it is a reduction, has beside its gradient flat until it is settled.
+    """Bytes, without its gradient flat, that each event, if it is a reduction, has until it is settled.
 
     Gradients that were copied into the flat, casts, and the result where it is added to another: all that a ``Settle``
-    gives back. Fewer than none where there was no such flat.
+    frees. Negative without such a flat.
     """
     sizes, instructions = step.schedule.facts.sizes, step.schedule.instructions
     held = [0] * sum(map(is_event, instructions))

@@ -19,7 +19,7 @@ VERSION: Final = 3
 
 
 def _by_kind(union: Any) -> Any:
-    """A union of dataclasses that JSON tells apart by their names, under the key "kind"."""
+    """A union of dataclasses that JSON distinguishes by their names, under the key "kind"."""
     kinds = tuple(Annotated[kind, Tag(kind.__name__)] for kind in get_args(union))
     kind_of = Discriminator(lambda value: value.get("kind") if isinstance(value, dict) else None)
     return Annotated[Union[kinds], kind_of]  # noqa: UP007
@@ -46,7 +46,7 @@ class Marks(StepMarks):
     """What one rank measured: the step that is shown, and more.
 
     costs: of all steps that were measured with it. seconds: of making templates and the schedule, by phase. others:
-    further steps. about: what the engine told about itself, for whoever wrote it to read.
+    further steps. about: what the engine told about itself, in a form that its writer defines.
     """
 
     costs: Costs
@@ -74,7 +74,7 @@ def write(
     facts: Facts,
     measured: Marks | None = None,
 ) -> None:
-    """Writes one schedule, each instruction and event on a line of its own."""
+    """Writes one schedule, each instruction and event on its own line."""
     named = {IN_FILES.get(name, name): value for name, value in asdict(facts).items()}
     parts = {
         "version": json.dumps(VERSION),
@@ -93,7 +93,7 @@ def _lines(items: Iterable[Instruction] | Iterable[Event]) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> File:
-    """What a file holds; ScheduleError that names the file and the field if it is none."""
+    """What a file holds; ScheduleError, naming the file and the field, if it is another file."""
     name = os.fspath(path)
     try:
         return File.model_validate_json(Path(path).read_bytes())

@@ -58,6 +58,9 @@ class Listing(Protocol):
     @property
     def stays(self) -> frozenset[int]: ...
 
+    @property
+    def reduce_order(self) -> tuple[int, ...]: ...
+
     def describe(self, instruction: Instruction) -> str: ...
 
 
@@ -66,19 +69,18 @@ def verify(schedule: Listing) -> None:
 
     Values: a call's buckets are unsharded and waited for when it runs and until it ends; no hold is dropped that was
     not taken, none while a call or a gather still needs the storage, and none is left at the end but on a bucket that
-    stays and was waited for, which no update changes. A kept bucket is gathered exactly once beside that. All of that
-    holds whether what stays is there at the start or not. Places: a bucket that copy engines gather has one, and nobody
-    else is there while it is gathered. Gradients: only trainable buckets are reduced, each at
-    least once; every reduction is settled before the bucket's next and before its update; at most ``depth`` are in
-    flight, as `Facts.load` counts them, and none at an update unless ``update_by_bucket``; every trainable bucket is
-    updated exactly once, and after the first update nothing is run, reduced or gathered. Replicated buckets: reduced
-    across groups once, when all of the window has settled, settled before the update, and gathered across groups once,
-    behind all updates.
+    stays and was waited for, which no update changes. A kept bucket is gathered exactly once in addition. All of that
+    holds whether what stays is there at the start or not. Places: a bucket that copy engines gather has one, and no
+    other bucket is there while it is gathered. Gradients: only trainable buckets are reduced, each at least once;
+    every reduction is settled before the bucket's next and before its update; at most ``depth`` are in flight, as
+    `Facts.load` counts them, and none at an update unless ``update_by_bucket``; every trainable bucket is updated
+    exactly once, and after the first update nothing is run, reduced or gathered. Replicated buckets: reduced across
+    groups once, after all other reductions and in their order, when all of the window has settled; settled before the
+    update; and gathered across groups once, after all updates and in the order of the layout.
     Activations: freed once at most, where ``free`` asks for it, after the last call, and the same holds after that.
     Moved, where ``offload`` asks for it, after the call and once: out, gone, and on the way back before the last event
-    in front of their need. Checkpoints:
-    where ``stage`` asks for it, every bucket is staged once, before the first update. Calls: ``Run``, ``End`` and
-    ``Reduce`` are the record's, in its order. Buckets are known.
+    before their need. Checkpoints: where ``stage`` asks for it, every bucket is staged once, before the first update.
+    Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its order. Buckets are known.
     """
     state = _State(schedule)
     for index, instruction in enumerate(schedule.instructions):
@@ -125,6 +127,7 @@ class _State:
         self.in_flight: set[int] = set()
         self.crossed: dict[int, bool] = {}  # replicated buckets -> is the reduction across groups settled?
         self.spread: set[int] = set()  # buckets that were gathered across groups
+        self.across = tuple(b for b in schedule.reduce_order if b in self.facts.replicated)
         self.updated: set[int] = set()
         self.staged: set[int] = set()
         self.freed = False
@@ -204,7 +207,7 @@ class _State:
         self.holds[bucket] += 1
 
     def _lie(self, bucket: int) -> None:
-        """The bucket begins to lie in its place, if it has one."""
+        """From now on the bucket is in its place, if it has one."""
         place = self.places.get(bucket)
         if (place is not None) != (bucket in self.placed):
             raise ScheduleError("whether a bucket has a place is for the facts to say")
@@ -239,8 +242,8 @@ class _State:
             raise ScheduleError("the bucket is not trainable")
         if bucket in self.in_flight:
             raise ScheduleError("reduced again before the last reduction was settled")
-        if bucket in self.crossed:
-            raise ScheduleError("reduced behind the reduction across groups, which would lack it")
+        if self.crossed:
+            raise ScheduleError("reduced behind a reduction across groups: ranks that depart come to those later")
         if self.facts.load((*self.in_flight, bucket)) > self.facts.depth:
             raise ScheduleError(f"more than {self.facts.depth} reductions in flight, beside slight ones")
         self.in_flight.add(bucket)
@@ -251,8 +254,10 @@ class _State:
             raise ScheduleError("the bucket is not replicated")
         if bucket in self.crossed:
             raise ScheduleError("reduced across groups twice")
-        if bucket not in self.reduced or bucket in self.in_flight:
+        if bucket not in self.reduced or self.in_flight:
             raise ScheduleError("reduced across groups before what was reduced inside was settled")
+        if bucket != (expected := self.across[len(self.crossed)]):
+            raise ScheduleError(f"reduced across groups before {self.facts.name(expected)}")
         self.crossed[bucket] = False
 
     def _gather_across(self, bucket: int) -> None:
@@ -262,6 +267,8 @@ class _State:
             raise ScheduleError("gathered across groups before its update")
         if bucket in self.spread:
             raise ScheduleError("gathered across groups twice")
+        if self.spread and bucket < max(self.spread):
+            raise ScheduleError("gathered across groups behind a bucket that comes later in the layout")
         self.spread.add(bucket)
 
     def _update(self, bucket: int) -> None:
@@ -306,7 +313,7 @@ class _Moves:
         self.wanted = schedule.facts.offload
         self.calls = schedule.calls
         self.needs = {call: move.until for call, move in schedule.moves.items()}
-        self.needed: dict[int, list[tuple[Call, int]]] = {}  # by the last event in front of the need
+        self.needed: dict[int, list[tuple[Call, int]]] = {}  # by the last event before the need
         for call, event in self.needs.items():
             self.needed.setdefault(event - 1, []).append(call)
         self.events = 0

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroweave as zw
 from tests.support.counting import counted
 from tests.support.harness import Pools
-from zeroweave.errors import ConfigError
+from zeroweave.errors import ConfigError, EngineError
 
 WORLD, MICRO, STEPS = 4, 2, 4
 
@@ -199,6 +199,104 @@ def refused() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             zw.initialize(Whole(), None, {"compile": {"enabled": False}, **config})
+
+
+class Branch(nn.Module):
+    """Runs the layers that it is told to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 20) for _ in range(4))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        return torch.stack([self.layers[i](x).sum() * (i + 1) for i in order]).sum()
+
+
+def departing(group_size: int | None, config: dict[str, Any], reads: bool) -> tuple[list[Any], int]:
+    """From the fifth step on rank 1 leaves a layer out, and so the schedule, which the other ranks follow."""
+    torch.manual_seed(3)
+    model, seen = Branch(), []
+    base = {"compile": {"enabled": False}, "bucket": {"bytes": 4096}, "sharding": {"group_size": group_size}}
+    with zw.initialize(model, torch.optim.AdamW(model.parameters(), lr=0.01), {**base, **config}) as engine:
+        for step in range(7):
+            left_out = step >= 4 and engine.rank == 1
+            engine.backward(engine(batch(step, 0, engine.rank, torch.float32), (0, 2, 3) if left_out else (0, 1, 2, 3)))
+            if reads:
+                seen.append({name: value.clone() for name, value in engine.gradients().items()})
+            engine.step()
+            seen.append({name: engine.full(name) for name, _ in engine.module.named_parameters()})
+        return seen, engine.stats.departures
+
+
+def compare_departing(config: dict[str, Any], reads: bool) -> tuple[list[tuple[int, str]], int]:
+    (expected, _), (found, departures) = departing(None, config, reads), departing(2, config, reads)
+    pairs = enumerate(zip(expected, found, strict=True))
+    return [(at, name) for at, (one, two) in pairs for name in one if not torch.equal(one[name], two[name])], departures
+
+
+@pytest.mark.parametrize(
+    ("stage", "depth", "clip", "reads"),
+    [
+        (2, 2, None, False),
+        *(
+            pytest.param(*each, marks=pytest.mark.matrix)
+            for each in [
+                (2, 1, None, False),
+                (2, 2, 1e9, False),
+                (2, 1, None, True),
+                (1, 2, None, True),
+                (1, 1, 1e9, False),
+            ]
+        ),
+    ],
+)
+def test_a_rank_departs_from_the_schedule_alone(
+    stage: int, depth: int, clip: float | None, reads: bool, pools: Pools
+) -> None:
+    config = {"stage": stage, "reduce": {"depth": depth}, "gradient_clipping": clip, "deadline_seconds": 60}
+    found = pools(WORLD).run(compare_departing, config, reads)
+    assert [wrong for wrong, _ in found] == [[]] * WORLD
+    assert [departures > 0 for _, departures in found] == [False, True, False, False]
+
+
+def refused_writes(group_size: int | None, stage: int, way: str) -> tuple[str, dict[str, Tensor]]:
+    with engine_of(group_size, "adamw", {"stage": stage, "deadline_seconds": 60}) as engine:
+        train(engine, range(2))
+        with pytest.raises((EngineError, KeyError)) as told, engine.full_parameters(), torch.no_grad():
+            if engine.rank == 0:
+                engine.module.head.bias.add_(1.0)
+            if way == "raised":
+                raise KeyError("by the program")
+        train(engine, range(2, 4))
+        return str(told.value), {name: engine.full(name) for name, _ in engine.module.named_parameters()}
+
+
+def compare_refused(stage: int, way: str) -> list[str]:
+    (told, expected), (also, found) = refused_writes(None, stage, way), refused_writes(2, stage, way)
+    assert told == also
+    return [name for name in expected if not torch.equal(expected[name], found[name])]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("way", ["different", "raised"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_one_rank_wrote_is_not_kept(stage: int, way: str, pools: Pools) -> None:
+    assert pools(WORLD).run(compare_refused, stage, way) == [[]] * WORLD
+
+
+def gathers_after_the_step() -> tuple[int, int, int]:
+    with engine_of(2, "adamw", {}) as engine:
+        train(engine, range(3))
+        calls = engine.stats.total["all_gather across"].calls
+        with torch.no_grad():
+            engine(batch(0, 0, engine.rank, torch.float32))
+        trained = sum(bucket.trainable for bucket in engine.schedule.facts.buckets)
+        return calls, engine.stats.total["all_gather across"].calls, trained
+
+
+def test_the_step_itself_starts_the_gathers_across_groups(pools: Pools) -> None:
+    for before, after, trained in pools(WORLD).run(gathers_after_the_step):
+        assert before == after == 1 + trained * 4, "the frozen bucket once; the others at first, and after each step"
 
 
 def meshed() -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints of one engine: when they are made and taken, and what they are refused beside."""
+"""Checkpoints of one engine: when they are written and loaded, and when they are refused."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class Checkpoints:
         self._scheduler, self._staging = scheduler, parts.runtime.replay.executor.staging
         self._saved, self._loaded = Saved(parts, window, step, faults), Loaded(parts, window, step)
         self._async_save: AsyncSave | None = None
-        """the save that goes on while steps run"""
+        """the save that runs while steps run"""
         self._client_state: Callable[[], Plain] = dict
         self._data: Any = None
         """both: what a checkpoint has that a signal asks for"""
 
     @contextmanager
     def alone(self, call: str) -> Iterator[None]:
-        """Guards a call that all ranks make, between two windows. A save that still goes on is over then."""
+        """Guards a call that all ranks make, between two windows. A save that still runs is over then."""
         with self._parts.guard(call):
             self._refuse(f"{call}()")
             self._parts.guard.meet()
@@ -102,7 +102,7 @@ class Checkpoints:
             return saving.tag
 
     def _stages(self) -> bool:
-        """Has the next window begin copies for a save. True if it will. Collective."""
+        """Makes the next window begin copies for a save. True if it will. Collective."""
         if not self._parts.between_windows:
             return False
         if not self._scheduler.settings.stage:
@@ -110,7 +110,7 @@ class Checkpoints:
         return self._scheduler.schedule is not None
 
     def finish(self) -> None:
-        """Waits for a save that still goes on. Collective."""
+        """Waits for a save that still runs. Collective."""
         if (failure := self._advance(wait=True)) is not None:
             raise failure
 
@@ -122,7 +122,7 @@ class Checkpoints:
             self._parts.ends.callback(_raise, failure)
 
     def _advance(self, wait: bool) -> CheckpointError | None:
-        """A save beside the steps goes on as far as it can, or if the ranks `wait`, to its end. Why it has failed."""
+        """Advances an asynchronous save, to its end if the ranks `wait`. Returns the failure, or None."""
         background, self._async_save = self._async_save, None
         try:
             if background is not None and not background.advance(wait):
@@ -135,7 +135,7 @@ class Checkpoints:
         self._client_state, self._data = client_state or dict, data
 
     def step_ended(self, boundary: bool) -> None:
-        """What goes on beside the steps goes on; at the boundary, signals are obeyed. Collective."""
+        """Advances an asynchronous save; at the boundary, signals are obeyed. Collective."""
         if self._parts.transport.skips:
             return
         signals, failure = self._signals.take() if boundary else frozenset(), None
@@ -153,7 +153,7 @@ class Checkpoints:
     def _obey(self, signals: frozenset[signal.Signals]) -> None:
         """Saves, and ends the job, as signals ask for that all ranks know of. Collective."""
         folder = self._parts.config.checkpoint.save_on_signal
-        assert folder is not None  # else nobody listens
+        assert folder is not None  # else no signal is handled
         tag, ends = self.save(folder, None, self._client_state(), self._data), signal.SIGTERM in signals
         if self._control.rank == 0:
             names = " and ".join(sorted(number.name for number in signals))
@@ -216,7 +216,7 @@ class Checkpoints:
             if config is not None and hasattr(config, "save_pretrained"):
                 try:
                     config.save_pretrained(folder)
-                except Exception as error:  # whatever it is, the other ranks wait to be told
+                except Exception as error:  # of any kind: the other ranks wait to be told
                     raise CheckpointError(f"[ZW610] {type(config).__name__}.save_pretrained: {words(error)}") from error
 
     def _refuse(self, what: str) -> None:
@@ -239,7 +239,7 @@ def _take_position(data: Any, position: Any) -> None:
         data.load_state_dict(position)
     except EngineError:
         raise
-    except Exception as error:  # whatever a loader of another library makes of it
+    except Exception as error:  # a loader of another library may raise anything
         raise CheckpointError(
             f"[ZW609] the position of data cannot be taken: {type(error).__name__}: {error}"
         ) from error

@@ -49,7 +49,7 @@ class Loaded:
         def clashes(state: Mapping[Any, Any]) -> list[str]:
             own = getattr(type(scheduler), "load_state_dict", None)
             if own is None or own.__module__ != "torch.optim.lr_scheduler":
-                return []  # one of the program's own takes what it likes
+                return []  # the program's own scheduler may take any state
             return [repr(key) for key, value in state.items() if _clashes(scheduler, key, value)]
 
         return Wanted(parameters, buffers, told, kind, trained, extra, refused, dtypes, clashes)
@@ -120,7 +120,7 @@ class Loaded:
 
 
 def _clashes(scheduler: Any, key: Any, value: Any) -> bool:
-    """Would a value take the place of a method, or of the number of steps without being one?"""
+    """True if a value would take the place of a method, or of the number of steps without being one."""
     if not isinstance(key, str) or callable(getattr(type(scheduler), key, None)):
         return True
     return key in ("last_epoch", "_step_count") and not isinstance(value, int | float | torch.Tensor)

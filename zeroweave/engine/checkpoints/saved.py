@@ -32,10 +32,10 @@ from zeroweave.runtime.shard import whole
 from zeroweave.runtime.transfers import Snapshot
 
 _OWN_OPTIONS: Final = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""Of an optimizer's groups: what they are of, and how they compute, which is this run's own affair."""
+"""Keys of an optimizer's groups that belong to this run alone: their parameters, and how they compute."""
 
 _AT_ONCE: Final = 1 << 24
-"""Elements that a thread reads where they lie, while an update waits for it."""
+"""Elements that a thread reads in place, while an update waits for it."""
 
 _Held = Callable[[Bucket, int], Mapping[str, Any]]
 _Values = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -58,7 +58,7 @@ class Saved:
     def content(self, client: Mapping[str, Any], data: Any, apart: bool) -> Callable[[], Content]:
         """What this rank has to write, once it is asked for. Collective.
 
-        `apart`: in another thread, while the engine goes on.
+        `apart`: in another thread, while the engine continues.
         """
         told = {**self._position(data), **self._extra()}
         return partial(self._content, self._own_buffers(), told, client, apart)
@@ -136,7 +136,7 @@ class Saved:
         return portions
 
     def _tensors(self, others: Sequence[tuple[Part, torch.Tensor]]) -> Iterator[torch.Tensor]:
-        """What is written, in host memory, in the order of the parts; `others`: beside buckets."""
+        """What is written, in host memory, in the order of the parts; `others`: those outside buckets."""
         buckets = self._runtime.buckets.values()
         pieces = (self._pieces(bucket, bucket.values().cpu(), self._state) for bucket in buckets)
         for part, value in chain(chain.from_iterable(pieces), others):
@@ -223,7 +223,7 @@ class Saved:
             )
 
     def _model(self) -> Model:
-        """What an export without an engine needs beside the tensors."""
+        """What an export without an engine needs besides the tensors."""
         dtypes, aliases = {}, {}
         for key, canonical, slot in keys(self._parts):
             dtypes[canonical] = NAMES[self._parts.original_dtypes[slot.name]]
@@ -271,5 +271,5 @@ def _whole(snapshot: Snapshot, portions: Sequence[_Portion]) -> Iterator[torch.T
     read = snapshot.read()
     for portion in portions:
         kept = [tensor.clone() for tensor in islice(read, len(portion.tensors) - 1)]
-        for last in islice(read, 1):  # it ends early where nobody wants it any more
+        for last in islice(read, 1):  # it ends early where the save was stopped
             yield portion.values([*kept, last])

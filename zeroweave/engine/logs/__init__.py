@@ -1,1 +1,1 @@
-"""What is told of a run while it goes: see `log`."""
+"""What is told of a run while it trains: see `log`."""

@@ -1,9 +1,9 @@
-"""How a run goes, told on rank 0 while it trains: figures every so many optimizer steps, and events with their reasons.
+"""The log of a run, on rank 0: figures every so many optimizer steps, and events with their reasons.
 
     journal  ->  Log (every rank)  ->  sinks (rank 0): metrics.jsonl, a line on the terminal, TensorBoard, …
 
-Figures are of all ranks, which put them together over the control group, on the host. Only then does anybody read a
-loss, which waits for the device.
+Figures are of all ranks, which put them together over the control group, on the host. Only then is a loss read,
+which waits for the device.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Log:
         self._to_sinks(lambda sink: sink.happened(happened))
 
     def _to_sinks(self, tell: Callable[[Sink], None]) -> None:
-        """One that fails, because a disk is full or a server gone, is told nothing more. The run goes on."""
+        """A sink that fails, because a disk is full or a server gone, is told nothing more. The run continues."""
         for sink in tuple(self._sinks):
             try:
                 tell(sink)

@@ -19,8 +19,8 @@ _Take = Callable[[dict[str, Any]], object]
 class Figures:
     """How the steps since the last figures went, on all ranks together. What is not known is None.
 
-    step: optimizer steps so far, with those that were skipped. loss: what the gradients of a step are of, as far as
-    `engine.backward`, `engine.scale` and `engine.train_step` know it: the mean over steps and ranks. seconds: of one
+    step: optimizer steps so far, with those that were skipped. loss: what the gradients of a step are of, where
+    `engine.backward`, `engine.scale` or `engine.train_step` knows it: the mean over steps and ranks. seconds: of one
     step on the wall clock, with all that the program did between steps. memory: bytes of device memory that were
     allocated at most, on the rank with most. exposed: seconds of a step in which computation waits for collectives, as
     predicted from what its schedule's instructions have cost. gradient_norm: before the last clipping. skipped: steps
@@ -39,7 +39,7 @@ class Figures:
     skipped: int
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """What is known, each by a name of its own: for what draws curves."""
+        """What is known, each by its own name: for what draws curves."""
         for name, value in asdict(self).items():
             if name == "learning_rates":
                 several = len(value) > 1
@@ -83,7 +83,7 @@ class Sink:
 
 
 class JsonLines(Sink):
-    """`metrics.jsonl`: one object in each line, told apart by `kind`; a run that goes on appends.
+    """`metrics.jsonl`: one object in each line, distinguished by `kind`; a resumed run appends.
 
     Numbers that JSON does not have (infinite, NaN) are null. OSError where the folder cannot be written.
     """
@@ -159,11 +159,11 @@ def _tensorboard(folder: Path | None) -> Tracker:
 
 
 def _wandb(folder: Path | None) -> Tracker:
-    """The program's open run, or one of its own."""
+    """The program's open run, or a new one."""
     wandb = import_module("wandb")
     own = wandb.run is None
     run = wandb.init(dir=None if folder is None else str(folder)) if own else wandb.run
-    run.define_metric("zeroweave/step")  # the program may have steps of its own
+    run.define_metric("zeroweave/step")  # the program may have its own steps
     run.define_metric("zeroweave/*", step_metric="zeroweave/step")
 
     def about(told: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ def _wandb(folder: Path | None) -> Tracker:
 
 
 def _mlflow(folder: Path | None) -> Tracker:
-    """The program's active run, or one of its own."""
+    """The program's active run, or a new one."""
     mlflow = import_module("mlflow")
     own = mlflow.active_run() is None
     run = (mlflow.start_run() if own else mlflow.active_run()).info.run_id

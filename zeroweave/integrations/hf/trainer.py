@@ -1,6 +1,6 @@
 """transformers' Trainer on an engine.
 
-The Trainer's loop stays what it is. Its accelerator is `TrainerAccelerator`, so that forwards, backwards, clipping and
+The Trainer's loop is unchanged. Its accelerator is `TrainerAccelerator`, so that forwards, backwards, clipping and
 steps are the engine's; overridden here is what reads or writes the model's or the optimizer's values.
 """
 
@@ -41,13 +41,13 @@ class TrainerAccelerator(ZeroweaveAccelerator):
 
     @property
     def engine(self) -> Engine:
-        """EngineError where there is none."""
+        """EngineError before there is one."""
         if self.wrapper is None:
             raise EngineError("[ZW802] there is no engine yet: train(), evaluate() and predict() make it")
         return self.wrapper.engine
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[AcceleratedModel, Any]:
-        """The engine's model and optimizer; makes the engine where there is none, without an optimizer for evaluation.
+        """The engine's model and optimizer; makes the engine if it is missing, without an optimizer for evaluation.
 
         EngineError for another model than the engine's.
         """
@@ -78,7 +78,7 @@ class Trainer(transformers.Trainer):
     """transformers' Trainer, sharded: `args` are this package's `TrainingArguments`.
 
     A subclass of transformers' Trainer, such as one of TRL's, is sharded by `class Sharded(Trainer, Subclass)`, with
-    `class Arguments(SubclassConfig, TrainingArguments)` where it has arguments of its own.
+    `class Arguments(SubclassConfig, TrainingArguments)` where it has its own arguments.
 
     Besides `train`, `evaluate` and `predict`, `save_model` is collective, too: all ranks call it.
     """
@@ -121,7 +121,7 @@ class Trainer(transformers.Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_sharded:
             if self.engine.optimizer is None or self.model_init is not None:
-                self.accelerator.end_engine()  # an evaluation's, or that of a model that the Trainer makes anew
+                self.accelerator.end_engine()  # an evaluation's, or that of a model that the Trainer makes again
             else:
                 self.engine.zero_grad()  # an exception or a callback may have ended an earlier call within a window
         return super().train(*args, **kwargs)
@@ -214,7 +214,7 @@ class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
         return super().predict(*args, **self._together(kwargs))
 
     def _together(self, generation: dict[str, Any]) -> dict[str, Any]:
-        """Ranks whose sequences have ended go on with those that have not: at stage 3 all take part in each forward."""
+        """Ranks whose sequences have ended continue with the others: at stage 3 all take part in each forward."""
         return {"synced_gpus": self.args.world_size > 1, **generation}
 
 

@@ -1,6 +1,6 @@
 """The passes of a schedule, in the order in which they run.
 
-A pass is a pure function ``Schedule -> Schedule`` in a file of its own. It adds, drops or moves communication
+A pass is a pure function ``Schedule -> Schedule`` in its own file. It adds, drops or moves communication
 only: the sequence of ``Run``, ``End`` and ``Reduce`` belongs to the record. It changes nothing where it does
 not apply.
 """
@@ -21,7 +21,7 @@ from zeroweave.schedule.passes.stage import stage
 
 Pass: TypeAlias = Callable[[Schedule], Schedule]
 
-# offload in front of keep, which fills the memory that it frees; insert once more after prefetch, which may carry a
+# offload before keep, which fills the memory that it frees; insert once more after prefetch, which may carry a
 # bucket's Unshard up to its own Reshard.
 PASSES: Final[tuple[Pass, ...]] = (insert, offload, keep, prefetch, insert, settle, free, stage)
 

@@ -8,15 +8,15 @@ from zeroweave.schedule.passes.room import within
 
 
 def insert(schedule: Schedule) -> Schedule:
-    """Drop ``Reshard b … Unshard b · Wait b`` where no call on other buckets lies between.
+    """Drop ``Reshard b … Unshard b · Wait b`` where no call on other buckets is between them.
 
     Before:  Run head forward · Reshard head · Unshard head · Wait head · Run head backward · Reshard head
     After:   Run head forward · Run head backward · Reshard head
 
     The same for calls on one bucket that follow each other: a block run in pieces, a layer called several
-    times. Calls that use no bucket do not count: beside them b is alone. Holds are counts, and the hold that
-    ``Reshard b`` would have dropped becomes the one that ``Unshard b`` would have taken. Changes nothing where
-    only that stays within ``facts.memory``.
+    times. Calls that use no bucket do not count. Holds are counts: the hold that ``Reshard b`` would have dropped
+    becomes the one that ``Unshard b`` would have taken. Changes nothing where only that stays within
+    ``facts.memory``.
     """
     dropped: set[int] = set()
     candidates: dict[int, list[int]] = {}  # bucket -> its Reshards since the last call on other buckets only

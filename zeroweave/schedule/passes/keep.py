@@ -13,13 +13,13 @@ from zeroweave.schedule.passes.room import Events, predict, price
 
 
 def keep(schedule: Schedule) -> Schedule:
-    """Drop ``Reshard b … Unshard b · Wait b`` for every bucket of ``facts.keep``, whatever lies between.
+    """Drop ``Reshard b … Unshard b · Wait b`` for every bucket of ``facts.keep``, with any calls between.
 
     Before:  Run 0 · Reshard 0 · Unshard 1 · Wait 1 · Run 1 · … · Unshard 0 · Wait 0 · Run 0 backward · Reshard 0
     After:   Run 0 · Unshard 1 · Wait 1 · Run 1 · … · Run 0 backward · Reshard 0
 
-    Such a bucket is gathered once in the window, however many micro-steps that has. One that no update changes loses
-    its last ``Reshard`` as well: it stays from one window to the next, and is gathered no more.
+    Such a bucket is gathered once in the window, with any number of micro-steps. One that no update changes loses
+    its last ``Reshard`` as well: it stays from one window to the next, and is not gathered again.
 
     Before:  Run 0 · Reshard 0 · … · Unshard 0 · Wait 0 · Run 0 backward · Reshard 0 · …
     After:   Run 0 · … · Run 0 backward · …
@@ -46,7 +46,7 @@ def keep(schedule: Schedule) -> Schedule:
 
 
 def held(schedule: Schedule, buckets: Collection[int], stay: Collection[int]) -> Schedule:
-    """With ``buckets`` held between their uses, and those of ``stay`` that can, behind the last one as well."""
+    """With ``buckets`` held between their uses, and those of ``stay`` that can, after the last one as well."""
     dropped = {index for bucket, gaps in _gaps(schedule).items() if bucket in buckets for gap in gaps for index in gap}
     dropped |= {last for bucket, (_, _, last) in _ends(schedule).items() if bucket in stay}
     return schedule.rearranged({}, dropped)

@@ -23,9 +23,9 @@ def offload(schedule: Schedule) -> Schedule:
     Before:  Run 0 · Run 1 · Run 2 · Run 2 backward · Run 1 backward · Run 0 backward
     After:   Run 0 · Offload 0 · Run 1 · Release 0 · Run 2 · Run 2 backward · Reload 0 · Run 1 backward · Run 0 backward
 
-    Each copy has one call to run beside. More would hide more of a slow copy, and hold the memory of more calls: what
-    is asked for here is memory. What would come back before another call has run without it stays: that of the last
-    two calls, whose backwards follow soon. Only where ``facts.offload``.
+    Each copy runs concurrently with one call. More calls would hide more of a slow copy, and hold the memory of more
+    calls: this pass is to save memory. What would come back before another call has run without it stays: that of the
+    last two calls, whose backwards follow soon. Only where ``facts.offload``.
     """
     if not schedule.facts.offload or any(isinstance(i, Offload) for i in schedule.instructions):
         return schedule
@@ -41,7 +41,7 @@ def offload(schedule: Schedule) -> Schedule:
             for run, kind in ((leave, Offload), (leave + 1, Release), (back, Reload)):
                 inserted.setdefault(runs.slots[run], []).append(kind(call, number))
     for moves in inserted.values():
-        # what waits for nothing first, and memory is given back before the next copy takes some
+        # what waits for nothing comes first, and memory is freed before the next copy takes some
         moves.sort(key=lambda each: (Reload, Release, Offload).index(type(each)))
     return schedule.rearranged(inserted)
 
@@ -49,8 +49,8 @@ def offload(schedule: Schedule) -> Schedule:
 class _Runs:
     """The Runs of a schedule, numbered from 0.
 
-    slots[r]: index in front of Run r and what prepares it. events[r]: how many events come before Run r, over[r]: up to
-    its call's end. uses[r]: its buckets, buckets[call]: those of a call. after[call, number]: the first Run behind the
+    slots[r]: index before Run r and what prepares it. events[r]: how many events come before Run r, over[r]: up to
+    its call's end. uses[r]: its buckets, buckets[call]: those of a call. after[call, number]: the first Run after the
     end of that call.
     """
 

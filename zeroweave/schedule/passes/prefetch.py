@@ -28,16 +28,16 @@ _EQUAL: Final = 1e-3
 
 
 def prefetch(schedule: Schedule) -> Schedule:
-    """Move each ``Unshard`` that starts a gather ahead of its ``Wait``: some calls, or as far as time asks.
+    """Move each ``Unshard`` that starts a gather ahead of its ``Wait``: some calls, or as many as time asks.
 
     Before:  Unshard 0 · Wait 0 · Run 0 · Reshard 0 · Unshard 1 · Wait 1 · Run 1 · Reshard 1 · Unshard 2 · …
     After:   Unshard 0 · Unshard 1 · Wait 0 · Run 0 · Reshard 0 · Unshard 2 · Wait 1 · Run 1 · Reshard 1 · …
 
     ``facts.prefetch`` is a number of calls, or "auto": each gather is then issued as late as its measured time
-    allows it to be over when it is needed, behind the gathers before it and between the reductions (by copy engine,
-    beside them), and no earlier than the memory has room for; one call ahead where nothing was measured, or where that
-    is predicted to be as fast. Never above the same bucket's previous ``Reshard``, an ``Update``, or the start of the
-    step.
+    allows it to be over when it is needed, after the gathers before it and between the reductions (by copy engine,
+    concurrently with them), and no earlier than the memory has room for; one call ahead where nothing was measured, or
+    where that is predicted to be as fast. Never above the same bucket's previous ``Reshard``, an ``Update``, or the
+    start of the step.
     """
     ahead, costs = schedule.facts.prefetch, schedule.costs
     if ahead != "auto":
@@ -71,7 +71,7 @@ def _in_time(schedule: Schedule, costs: Costs, most: int) -> Schedule:
     reductions, beside = _reductions_end(schedule, costs, begins), [0.0] * (len(begins) + 1)
     moved: dict[int, list[Instruction]] = {}
     taken: set[int] = set()
-    later = float("inf")  # when the gather behind must start at the latest
+    later = float("inf")  # when the gather after it must start at the latest
     for index, bucket, behind, wait in reversed(_gathers(schedule)):
         nbytes = schedule.facts.by_id[bucket].nbytes
         seconds = costs.seconds("all_gather", bucket, nbytes) * _MARGIN
@@ -91,7 +91,7 @@ def _in_time(schedule: Schedule, costs: Costs, most: int) -> Schedule:
 
 
 def _gathers(schedule: Schedule) -> list[tuple[int, int, int, int]]:
-    """(index, bucket, index that it stays behind, index of its Wait) of each Unshard that starts a gather."""
+    """(index, bucket, index that it stays after, index of its Wait) of each Unshard that starts a gather."""
     found: list[tuple[int, int, int, int]] = []
     floor: dict[int, int] = {}
     waiting: dict[int, tuple[int, int]] = {}
@@ -126,7 +126,7 @@ def _reductions_end(schedule: Schedule, costs: Costs, begins: list[float]) -> li
 
 
 def _calls_ahead(schedule: Schedule, ahead: int) -> Schedule:
-    """Every gather ``ahead`` calls in front of its ``Wait``.
+    """Every gather ``ahead`` calls before its ``Wait``.
 
     Calls that follow each other in one phase on the same buckets count as one stretch, together with calls
     between and after them that use no bucket: an eager block of twenty modules is fetched while the block
@@ -135,14 +135,14 @@ def _calls_ahead(schedule: Schedule, ahead: int) -> Schedule:
 
     Never above the same bucket's previous ``Reshard``, an ``Update``, or the start of the step. The gather is
     issued after everything before the call has been dropped. So while a call of stretch s runs, no more is
-    unsharded (beside kept buckets) than open calls and the stretches s … s + prefetch use, and a call without
+    unsharded (kept buckets aside) than open calls and the stretches s … s + prefetch use, and a call without
     buckets adds nothing: 1 + prefetch buckets where calls use one bucket each and do not nest. Prefetch 0
     changes nothing, nor does a second application.
     """
     stretches = _Stretches(schedule)
     if not ahead or not stretches.runs:
         return schedule
-    moved: dict[int, list[Instruction]] = {}  # index -> Unshards to issue in front of it
+    moved: dict[int, list[Instruction]] = {}  # index -> Unshards to issue before it
     taken: set[int] = set()
     for index, _, behind, wait in _gathers(schedule):
         first = stretches.first[max(0, stretches.of[stretches.next(wait)] - ahead)]
@@ -156,7 +156,7 @@ def _calls_ahead(schedule: Schedule, ahead: int) -> Schedule:
 class _Stretches:
     """The Runs of a schedule, numbered from 0, and the stretches they form.
 
-    runs[r]: index of Run r. of[r]: its stretch; of what comes behind the last Run, one more. first[s]: the first Run of
+    runs[r]: index of Run r. of[r]: its stretch; of what comes after the last Run, one more. first[s]: the first Run of
     stretch s.
     """
 
@@ -178,5 +178,5 @@ class _Stretches:
         self.of.append(len(self.first))
 
     def next(self, index: int) -> int:
-        """The first Run behind an instruction; one more than there are where none is."""
+        """The first Run after an instruction; one more than there are if none follows."""
         return bisect_left(self.runs, index)

@@ -18,7 +18,7 @@ COPY_TAX: Final = 0.1
 class Events:
     """The events of a schedule, numbered from 0: where they stand and how much memory is in use while each lasts.
 
-    ``slots[e]``: index in front of event e and what prepares it. ``before[i]``: how many events come before
+    ``slots[e]``: index before event e and what prepares it. ``before[i]``: how many events come before
     instruction i. ``memory[e]``: bytes while event e is the last, reductions settled as soon as they
     are over; a pass adds what it takes.
     """
@@ -34,7 +34,7 @@ class Events:
                 self.slots.append(schedule.slot(index))
 
     def fits(self, nbytes: int, start: int, stop: int, limit: int) -> bool:
-        """Is there room for ``nbytes`` more during the events from start up to stop?"""
+        """True if there is room for ``nbytes`` more during the events from start up to stop."""
         return all(self.memory[e] + nbytes <= limit for e in range(start, stop))
 
     def take(self, nbytes: int, start: int, stop: int) -> None:
@@ -49,7 +49,7 @@ def predict(schedule: Schedule, costs: Costs) -> Prediction:
 
 
 def price(prediction: Prediction) -> float:
-    """The step's seconds, and what collectives cost that nobody waits for."""
+    """The step's seconds, and what collectives cost that no call waits for."""
     kernels = prediction.busy("all_gather", "reduce_scatter") - prediction.copied
     return prediction.seconds + TAX * kernels + COPY_TAX * prediction.copied
 

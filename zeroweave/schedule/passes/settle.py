@@ -1,4 +1,4 @@
-"""Settle: a reduction that is over gives its flat back at once."""
+"""Settle: a reduction that is over frees its flat early."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import simulate
-from zeroweave.schedule.instructions import Instruction, ReduceAcross, Settle, Update
+from zeroweave.schedule.instructions import Instruction, Settle, Update
 
 
 def settle(schedule: Schedule) -> Schedule:
@@ -16,8 +16,7 @@ def settle(schedule: Schedule) -> Schedule:
     After:   Reduce 2 · Run 1 · Settle 2 · Reduce 1 · Run 0 · Reduce 0
 
     ``depth`` stays the most reductions in flight: a Settle only moves up, where the compute stream does not wait
-    for it, and the gradient flat is free earlier. A ``ReduceAcross`` right behind it comes along. Changes nothing
-    without measured costs.
+    for it, and the gradient flat is free earlier. Changes nothing without measured costs.
     """
     costs = schedule.costs
     if costs is None:
@@ -36,8 +35,6 @@ def settle(schedule: Schedule) -> Schedule:
                 found = bisect_left(begins, prediction.over[reduction], lo=bisect_right(events, reduction))
                 event = events[found] if found < len(events) else index
                 if event < index and not isinstance(instructions[event], Update):
-                    follows = instructions[index + 1 : index + 2] == (ReduceAcross(instruction.bucket),)
-                    along = range(index, index + 1 + follows)
-                    moved.setdefault(event, []).extend(instructions[each] for each in along)
-                    taken.update(along)
+                    moved.setdefault(event, []).append(instruction)
+                    taken.add(index)
     return schedule.rearranged(moved, taken)

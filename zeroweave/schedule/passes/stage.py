@@ -9,14 +9,14 @@ from zeroweave.schedule.instructions import Instruction, Run, Stage, Update
 
 
 def stage(schedule: Schedule) -> Schedule:
-    """Put a ``Stage`` of each bucket in front of calls, where ``facts.stage`` asks for it.
+    """Put a ``Stage`` of each bucket before calls, where ``facts.stage`` asks for it.
 
     Before:  Run 0 · Run 1 · Run 1 backward · Run 0 backward · Settle 1 · Update 1 · Settle 0 · Update 0
     After:   Stage 1 · Run 0 · Stage 0 · Run 1 · Run 1 backward · Run 0 backward · Settle 1 · Update 1 …
 
-    The bucket that is updated first comes first. They are spread evenly over the calls of the first forward: the
-    copies, which run beside the computation, are over before the first update then, and do not stand all at once in
-    the way of what else moves between the device and host memory.
+    The bucket that is updated first comes first. They are spread evenly over the calls of the first forward. So
+    the copies, which run concurrently with the computation, are over before the first update, and do not all at once
+    delay what else moves between the device and host memory.
     """
     if not schedule.facts.stage or any(isinstance(i, Stage) for i in schedule.instructions):
         return schedule
