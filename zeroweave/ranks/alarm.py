@@ -40,13 +40,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from queue import Empty, SimpleQueue
+from typing import Any, Final, NamedTuple
 
 from zeroweave._torch.distributed import collectives_begun
 from zeroweave.errors import RankFailure
 from zeroweave.ranks.channel import LOOK_SECONDS
 from zeroweave.ranks.control import NO_ANSWER, Control
-from zeroweave.ranks.coordinator import POLL_SECONDS
+from zeroweave.ranks.coordinator import PARTING_SECONDS, POLL_SECONDS
 from zeroweave.ranks.differ import ADVICE, in_vain
 from zeroweave.ranks.process import RunningClock, end_process, is_stopped, note, stacks_folder, write_stacks
 from zeroweave.ranks.rules import SILENCE
@@ -60,6 +61,21 @@ _NEWS_SECONDS: Final = 0.3
 """Within this time what the coordinator has sent has come."""
 _LOOKS: Final = 3
 """Looks without the coordinator that count: a job that was suspended as a whole and goes on has an answer before."""
+
+
+class _Verdict(NamedTuple):
+    """What the ranks have decided about a failure, what the others told, and was one missed?"""
+
+    found: str
+    known: Sequence[str]
+    missed: bool
+
+
+class _Asked(NamedTuple):
+    """Since when a rank waits for a verdict, and where that is put."""
+
+    since: float
+    answer: SimpleQueue[_Verdict]
 
 
 class Alarm:
@@ -92,9 +108,8 @@ class Alarm:
         self._heard, self._missed_looks = self._clock.look(), 0
         self._often = False  # does it tell where it is at each poll?
         self._first: Status | None = None  # rank 0's, when it has left
-        self._failing: float | None = None  # since when it waits for the verdict about a failure of this rank
-        self._verdict: tuple[str, Sequence[str], bool] = "", (), False
-        self._decided, self._stop = threading.Event(), threading.Event()
+        self._asked: _Asked | None = None  # for a verdict about a failure of this rank; the thread takes it to answer
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zeroweave alarm", daemon=True)
         self._thread.start()
         # A thread that comes back from a wait into an interpreter that has ended aborts the process.
@@ -124,32 +139,35 @@ class Alarm:
             begun=collectives_begun(),
         )
         noted = note(error)  # where the others end, torchrun ends this process, too
-        found, known, missed = self._ask(mine)
+        told = f"rank {self.rank} failed in {place} at step {step}{self._latest()}"
+        self.fatal = f"{told}; it was interrupted before the other ranks had answered"
+        try:
+            found, known, missed = self._ask(mine)
+        except BaseException:  # Ctrl-C: this rank goes on nowhere, whatever they decide
+            self.channel.post(replace(mine, final=True))
+            raise
         if (mine.missed or missed) and (where := write_stacks(self._stacks, self.rank)):
             error.add_note(where.removeprefix("; "))
         if found == "alike":
-            self._shared = mine.error
+            self.fatal, self._shared = None, mine.error
             if noted is not None:
                 noted.unlink(missing_ok=True)
             return True
         known = known or ["no other rank failed alike"]
-        self.fatal = "; ".join([f"rank {self.rank} failed in {place} at step {step}{self._latest()}", *known])
+        self.fatal = "; ".join([told, *known])
         self._stop.set()  # the others end
         return False
 
-    def _ask(self, mine: Failure) -> tuple[str, Sequence[str], bool]:
-        """What the ranks decide about the failures that they have now, what the others told, and was one missed?"""
-        self._decided.clear()
-        self._failing = time.monotonic()
-        try:
-            self.channel.send(mine)
-            while self._thread.is_alive() and not self._decided.wait(LOOK_SECONDS):
-                pass
-            return self._verdict if self._decided.is_set() else ("different", (), False)
-        except ConnectionError as lost:
-            return "different", [str(lost)], False
-        finally:
-            self._failing = None
+    def _ask(self, mine: Failure) -> _Verdict:
+        """What the ranks decide about the failures that they have now."""
+        asked = self._asked = _Asked(time.monotonic(), SimpleQueue())
+        self.channel.post(mine)
+        while True:
+            alive = self._thread.is_alive()
+            with suppress(Empty):
+                return asked.answer.get(timeout=LOOK_SECONDS if alive else 0.0)
+            if not alive:
+                return _Verdict("different", (), False)
 
     def _latest(self) -> str:
         """The last collective of this rank, in words: another rank may have issued something else with it."""
@@ -185,7 +203,15 @@ class Alarm:
         self._leave("it closed its engine")
 
     def _run(self) -> None:
-        """The thread: tells where this rank is, hears what the coordinator says, and ends the process where it must."""
+        """The thread, which alone uses the channel while it runs."""
+        try:
+            self._watch()
+        finally:
+            with suppress(ConnectionError):
+                self.channel.flush()
+
+    def _watch(self) -> None:
+        """Tells where this rank is, hears what the coordinator says, and ends the process where it must."""
         lost, told = None, float("-inf")
         while not self._stop.is_set():
             period = POLL_SECONDS if self._often else LOOK_SECONDS
@@ -196,6 +222,7 @@ class Alarm:
                 try:
                     if now - told >= period:
                         told, self._missed_looks = now, self._missed_looks + 1
+                        self.channel.flush()
                         self.channel.send(steady(self._here))
                     message = self.channel.receive(told + period - now)
                     if message is not None and self._hears(message):
@@ -233,7 +260,7 @@ class Alarm:
         return "" if issued is None else in_vain(issued, self._trail.gathers_on_entry)
 
     def _hears(self, message: Any) -> bool:
-        """What the coordinator says. True: the process was ended."""
+        """What the coordinator says. True: there is nothing more to do, since the engine or the process has ended."""
         self._heard, self._missed_looks = self._clock.look(), 0
         match message:
             case ("heard", (count, digest)) if steady(partial(self._trail.hash_at, count)) not in (None, digest):
@@ -242,8 +269,9 @@ class Alarm:
                 self.channel.send(("marks", steady(lambda: self._trail.marks)))
             case ("often", often):
                 self._often = often
-            case ("verdict", *verdict):
-                self._decides(*verdict)
+            case ("verdict", found, known, missed):
+                self._answers(_Verdict(found, known, missed))
+                return bool(found != "alike")
             case ("look at", rank, process) if is_stopped(process):
                 self.channel.send(("stopped", rank))
             case ("left", first):
@@ -254,23 +282,26 @@ class Alarm:
                 return True
         return False
 
-    def _decides(self, found: str, known: Sequence[str], missed: bool) -> None:
-        self._verdict = found, known, missed
-        self._decided.set()
+    def _answers(self, verdict: _Verdict) -> bool:
+        """Tells this rank's own thread, if that waits for it: once."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.answer.put(verdict)
+        return asked is not None
 
     def _alone(self, now: float, lost: float | None) -> tuple[str, bool] | None:
         """What this rank can tell without the coordinator that must end its process, and was rank 0 missed?"""
         if self._first is not None:
             issued = self._trail.mark[0]
-            if issued <= self._first.count:
+            if issued <= self._first.count and self._asked is None:
                 return None
             why = f"rank 0 issues no collective after its {self._first.count}: {self._first.left}"
             return f"{why}; this rank has issued {issued} and is in step {self._step()}", False
         if lost is not None:
-            over = self._failing is not None or now - lost > LOST_SECONDS
+            over = self._asked is not None or now - lost > LOST_SECONDS
             return ("the process of rank 0 has gone without a word", False) if over else None
-        collective = self._trail.waiting
-        waits = [self._control.waiting, self._failing, None if collective is None else collective[1]]
+        collective, asked = self._trail.waiting, self._asked
+        waits = [self._control.waiting, asked and asked.since, collective and collective[1]]
         since = max((self._clock.at(time) for time in waits if time is not None), default=None)
         deadline = self._control.deadline_seconds
         if since is None or self._missed_looks < _LOOKS or now - max(since, self._heard) <= deadline:
@@ -281,8 +312,7 @@ class Alarm:
 
     def _ends(self, reason: str, missed: bool) -> None:
         """Ends this process, unless its own thread fails by itself."""
-        if self._failing is not None:
-            self._decides("different", [reason], missed)
+        if self._answers(_Verdict("different", [reason], missed)):
             return
         where = write_stacks(self._stacks, self.rank) if missed else ""
         if self._control.coordinator is not None:
@@ -296,22 +326,25 @@ class Alarm:
             return
         # An error that all ranks had is news to nobody: each shows its own.
         if error is not None and self.fatal is None and describe(error) != self._shared:
-            news = Failure(self._step(), "the script", self._trail.mark[0], describe(error), final=True)
-            with suppress(ConnectionError):
-                self.channel.send(news)
+            self.channel.post(Failure(self._step(), "the script", self._trail.mark[0], describe(error), final=True))
         self._leave("its process ended without closing the engine")
         self._control.close()
 
     def _leave(self, how: str) -> None:
-        there, self._there = self._there, False
         # A forked child has a copy of the object, but no thread, and does not speak for this rank.
-        if not there or os.getpid() != self._process:
+        if not self._there or os.getpid() != self._process:
+            self._there = False
             return
         self._stop.set()
+        self.channel.post(replace(self._here(), count=self._trail.mark[0], left=how))
+        self._thread.join(PARTING_SECONDS)
+        if self._thread.is_alive():  # in the middle of a message that rank 0 does not read
+            self.channel.shut()
+            self._thread.join()
         with suppress(ConnectionError):
-            self.channel.send(replace(self._here(), count=self._trail.mark[0], left=how))
+            self.channel.flush()  # it may have ended before
         if self._control.coordinator is not None:
             self._control.coordinator.part()
         self.channel.close()
-        self._thread.join()
         atexit.unregister(self._at_exit)
+        self._there = False  # at last: where Ctrl-C comes in between, closing again does all of it

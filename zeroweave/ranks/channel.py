@@ -12,7 +12,7 @@ import select
 import selectors
 import socket
 import struct
-import threading
+import time
 from collections import deque
 from contextlib import suppress
 from typing import Any, Final
@@ -23,6 +23,10 @@ STRANGERS: Final = 4096
 """The longest first message of a connection, in bytes."""
 LONGEST: Final = 2**32 - 1
 """That of the others."""
+WELCOME: Final = ("welcome",)
+"""The coordinator's answer to the first message."""
+_AGAIN: Final = 0.2
+"""Seconds until a connection is made again."""
 _HEAD = struct.Struct("<I32s")
 """Bytes of the pickle, and its keyed hash."""
 _READ: Final = 1 << 16
@@ -65,58 +69,101 @@ class Codec:
 
 
 class Channel:
-    """A rank's connection to the coordinator. One thread receives; any may send.
+    """A rank's connection to the coordinator, for one thread; others may `post`, and `shut` it.
 
-    Every method raises `ConnectionError` once the connection is lost.
+    Ctrl-C in `send` or `receive` leaves half a message: a thread that gets it uses the channel no more, see
+    `Control.broken`, or only posts. What sends or receives raises `ConnectionError` once the connection is lost. The coordinator drops newcomers while strangers crowd in, so a
+    connection that ends before it is welcome is made again, for `within` seconds.
     """
 
     def __init__(self, address: tuple[str, int], token: bytes, hello: Any, within: float) -> None:
-        self._up, self._down = Codec(token, b"up"), Codec(token, b"down")
-        self._come: deque[Any] = deque()
-        self._lock = threading.Lock()
+        self._token, self._posted, self._come = token, deque[Any](), deque[Any]()
         self.sent = self.received = 0
         """bytes"""
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._woken.setblocking(False)
+        end = time.monotonic() + within
+        while not self._is_welcome(address, hello, end):
+            time.sleep(_AGAIN)
+
+    def _is_welcome(self, address: tuple[str, int], hello: Any, end: float) -> bool:
+        """Connects. False: the connection has ended at once."""
+        self._up, self._down = Codec(self._token, b"up"), Codec(self._token, b"down")
         try:
-            self._socket = socket.create_connection(address, within)
+            self._socket = socket.create_connection(address, max(_AGAIN, end - time.monotonic()))
         except OSError as error:
             raise ConnectionError(f"rank 0 does not answer at {address[0]}:{address[1]}: {error}") from error
-        self._socket.settimeout(None)
-        self._poll = select.poll()  # `select` knows no number of a file above 1023
-        self._poll.register(self._socket, select.POLLIN)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.send(hello)
+        try:
+            self._socket.settimeout(None)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._poll = select.poll()  # `select` knows no number of a file above 1023
+            self._poll.register(self._socket, select.POLLIN)
+            self._poll.register(self._woken, select.POLLIN)
+            self.send(hello)
+            if self.receive(end - time.monotonic()) == WELCOME:
+                return True
+        except ConnectionError:
+            pass
+        except BaseException:
+            self._socket.close()
+            raise
+        self._socket.close()
+        if time.monotonic() > end:
+            raise ConnectionError(f"rank 0 does not answer at {address[0]}:{address[1]}")
+        return False
+
+    def post(self, message: Any) -> None:
+        """In any thread: the thread that receives sends it, at once if it waits for a message."""
+        self._posted.append(message)
+        with suppress(OSError):  # it has been woken often enough, or the channel is closed
+            self._waker.send(b"x")
+
+    def flush(self) -> None:
+        """Sends what was posted."""
+        while self._posted:
+            self.send(self._posted.popleft())
 
     def send(self, message: Any) -> None:
         data = self._up.pack(message)
         try:
-            with self._lock:
-                self._socket.sendall(data)
-            self.sent += len(data)
-        except BaseException as error:
-            self.close()  # half a message may have gone
-            if isinstance(error, OSError):
-                raise ConnectionError(f"rank 0 has gone: {error}") from error
-            raise
+            self._socket.sendall(data)
+        except OSError as error:
+            raise ConnectionError(f"rank 0 has gone: {error}") from error
+        self.sent += len(data)
 
     def receive(self, seconds: float) -> Any | None:
-        """The next message; None where none has come in that time."""
+        """The next message; None where none has come in that time, or something was posted, which has been sent."""
         while not self._come:
             try:
-                if not self._poll.poll(1000 * max(0.0, seconds)):
-                    return None
-                data = self._socket.recv(_READ)
+                ready = {number for number, _ in self._poll.poll(1000 * max(0.0, seconds))}
+                data = self._socket.recv(_READ) if ready - {self._woken.fileno()} else None
             except OSError as error:
                 raise ConnectionError(f"rank 0 has gone: {error}") from error
+            if data is None:
+                with suppress(BlockingIOError):
+                    self._woken.recv(_READ)
+                self.flush()
+                return None
             if not data:
                 raise ConnectionError("rank 0 has gone: it closed the connection")
             self.received += len(data)
-            self._come.extend(self._down.feed(data))
+            try:
+                self._come.extend(self._down.feed(data))
+            except Forged:
+                raise ConnectionError("what answers in the place of rank 0 is no rank of this job") from None
         return self._come.popleft()
 
-    def close(self) -> None:
-        with suppress(OSError):  # for a thread that waits
+    def shut(self) -> None:
+        """In any thread: ends the connection, and whatever waits in it."""
+        with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+
+    def close(self) -> None:
+        """Where no thread uses it any more: another file may get its number."""
+        self.shut()
+        for each in (self._socket, self._waker, self._woken):
+            each.close()
 
 
 class Connection:

@@ -17,7 +17,7 @@ import struct
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, Final
@@ -148,16 +148,20 @@ class Control:
         host = (dist.get_rank() == 0 and os.environ.get("MASTER_ADDR")) or socket.gethostname()
         host = "127.0.0.1" if _share_network(process_group) else host
         coordinator, server, told = None, None, [Address("", 0, 0, "", "", b"")]
-        if rank == 0:
-            listener, token = listen(host), secrets.token_bytes(32)
-            server = Rendezvous.serve(host, listen(host), deadline_seconds)
-            coordinator = coordinate(world, listener, token, deadline_seconds)
-            told = [Address(host, listener.getsockname()[1], server.port, uuid.uuid4().hex, own(), token)]
-        dist.broadcast_object_list(told, group_src=0, group=process_group)
-        (address,) = told
-        meets = Rendezvous(rank, address.host, address.store, deadline_seconds, server)
-        control = cls(rank, world, deadline_seconds, address, coordinator, meets)
-        control.barrier("the start of the engine")
+        with ExitStack() as ends:
+            if rank == 0:
+                listener, token = listen(host), secrets.token_bytes(32)
+                server = Rendezvous.serve(host, listen(host), deadline_seconds)
+                coordinator = coordinate(world, listener, token, deadline_seconds)
+                ends.callback(coordinator.close)
+                told = [Address(host, listener.getsockname()[1], server.port, uuid.uuid4().hex, own(), token)]
+            dist.broadcast_object_list(told, group_src=0, group=process_group)
+            (address,) = told
+            meets = Rendezvous(rank, address.host, address.store, deadline_seconds, server)
+            control = cls(rank, world, deadline_seconds, address, coordinator, meets)
+            ends.callback(control.close)
+            control.barrier("the start of the engine")
+            ends.pop_all()
         return control
 
     def connect(self, kind: str) -> Channel:
@@ -218,11 +222,13 @@ class Control:
         """Brings this rank's data; what the coordinator makes of all ranks'."""
         if self.broken is not None or self.channel is None:
             raise RankFailure(f"the control group cannot be used again: {self.broken}")
-        self.operations += 1
-        self.waiting, deadline = time.monotonic(), deadline_seconds or self.deadline_seconds
-        # An answer that is not read would be taken for that of the next operation.
+        # First of all: after Ctrl-C, which comes between any two lines, an answer that was not read would be taken for
+        # that of the next operation.
         self.broken = "an operation was interrupted"
+        self.operations += 1
+        deadline = deadline_seconds or self.deadline_seconds
         try:
+            self.waiting = time.monotonic()
             answer = self._answer(Brought(label, kind, data, deadline), deadline)
         except ConnectionError as error:
             self.broken = f"{error}; rank {self.rank} waited for it at '{label}'"

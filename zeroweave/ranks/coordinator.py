@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from zeroweave.errors import AgreementError, RankFailure, ZeroweaveError
 from zeroweave.notices import warn
-from zeroweave.ranks.channel import LOOK_SECONDS, Codec, Connection, Forged
+from zeroweave.ranks.channel import LOOK_SECONDS, WELCOME, Codec, Connection, Forged
 from zeroweave.ranks.differ import Issued, advice, explain, same
 from zeroweave.ranks.process import RunningClock, is_stopped, shares_machine
 from zeroweave.ranks.rules import late, verdict, waits_in_vain
@@ -29,6 +29,8 @@ PARTING_SECONDS: Final = 5.0
 """How long rank 0 stays for ranks that do not yet know that it has left."""
 _GREETING_SECONDS: Final = 10.0
 """How long a new connection has to tell whose it is."""
+_NEWCOMERS: Final = 256
+"""Connections that have not told it yet, at most: this process needs files for other things."""
 _STOPPED: Final = 3
 """Looks without a sign of life after which it is asked whether a process is stopped."""
 _ANSWER_SECONDS: Final = 1.0
@@ -73,7 +75,7 @@ class Coordinator:
         self._world, self._token, self._deadline, self._reduce = world, token, deadline_seconds, reduce
         self._members = [Member() for _ in range(world)]
         self._connections: dict[tuple[str, int], Connection] = {}
-        self._strangers: set[Connection] = set()
+        self._strangers: dict[Connection, None] = {}  # the oldest first
         self._forged = 0
         self._brought: dict[int, Brought] = {}
         self._since = 0.0  # the first of them came
@@ -129,7 +131,7 @@ class Coordinator:
         if file is self._listener:
             with suppress(OSError):
                 sock, _ = self._listener.accept()
-                self._strangers.add(Connection(sock, self._token, self._clock.look(), self._selector))
+                self._strangers[Connection(sock, self._token, self._clock.look(), self._selector)] = None
         elif connection is not None and events & selectors.EVENT_WRITE:
             connection.write()
         elif connection is not None:
@@ -153,9 +155,10 @@ class Coordinator:
                     self._drop(connection)
                     return
                 connection.greeted((kind, rank))
-                self._strangers.discard(connection)
+                del self._strangers[connection]
                 self._connections[kind, rank] = connection
                 self._members[rank].greets(process, self._clock.look())
+                connection.write(self._down.pack(WELCOME))
             elif connection.owner[0] == "control":
                 self._take(connection.owner[1], Brought(*message))
             else:
@@ -163,8 +166,8 @@ class Coordinator:
 
     def _drop(self, connection: Connection) -> None:
         connection.close()
-        self._strangers.discard(connection)
         if connection.owner is None:
+            del self._strangers[connection]
             return
         kind, rank = connection.owner
         del self._connections[kind, rank]
@@ -282,6 +285,8 @@ class Coordinator:
 
     def _look(self, now: float) -> None:
         """Applies the rules, as often as there may be something new."""
+        for newcomer in list(self._strangers)[:-_NEWCOMERS]:
+            self._drop(newcomer)
         if self._members[0].status.left or self._ended:
             others = (member for member in self._members[1:] if member.process)
             if all(m.parted or not m.there or (self._ended and m.failure) or is_stopped(m.process) for m in others):
