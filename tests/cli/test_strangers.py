@@ -107,11 +107,7 @@ class Running:
 
 
 def attacked(run: Running) -> tuple[int, dict[str, int]]:
-    """Strangers on each node connect until that is enough: how often, and how often to each kind of port.
-
-    Numbers that gloo could expect are sent behind the first step. Until then it takes whoever sends the right one for a
-    rank, and the job ends with an error.
-    """
+    """Strangers on each node connect until that is enough: how often, and how often to each kind of port."""
     made, kinds, turn = 0, dict[str, int](), 0
     with ExitStack() as ends:
         talkers = [
@@ -128,7 +124,7 @@ def attacked(run: Running) -> tuple[int, dict[str, int]]:
         for talker in talkers:
             ends.callback(talker.kill)
         while made < CONNECTIONS and all(launcher.poll() is None for launcher in run.launchers):
-            found, connected = run.listening(), (run.folder / "saved").exists()
+            found = run.listening()
             assert run.unexpected(found) == []
             for listener, owner in {(each, n) for n, node in enumerate(found) for each in node}:
                 for number, talker in enumerate(talkers):
@@ -137,7 +133,7 @@ def attacked(run: Running) -> tuple[int, dict[str, int]]:
                     for address in reachable if bound else {listener.address} & set(reachable):
                         turn += 1
                         assert talker.stdin is not None and talker.stdout is not None
-                        print(address, listener.port, BATCH, turn, int(connected), file=talker.stdin, flush=True)
+                        print(address, listener.port, BATCH, turn, file=talker.stdin, flush=True)
                         came = int(talker.stdout.readline())
                         made += came
                         kind = f"node {owner}, {'all interfaces' if bound else listener.address}"

@@ -1,4 +1,4 @@
-"""Ctrl-C at each line of what a rank's own thread does with the coordinator: nothing waits for it, nothing is mixed up."""
+"""Ctrl-C at each line of what a rank's own thread does with the coordinator: no rank waits, no answers are mixed up."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A stranger on the network, as a script: connects to where it is told, and sends what nobody understands.
 
-Reads lines of `ADDRESS PORT COUNT SEED NUMBERS`. For each it makes so many connections, and writes how many came about.
-With NUMBERS `1` some of them begin with a small number, as gloo's own connections do.
+Reads lines of `ADDRESS PORT COUNT SEED`. For each it makes so many connections, and writes how many came about. Some
+begin with a small number, as gloo's own connections do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HELD = 64
 """Connections that stay open, the latest ones."""
 
 
-def garbage(chance: random.Random, numbers: bool) -> Iterator[bytes]:
+def garbage(chance: random.Random) -> Iterator[bytes]:
     """What a connection sends, without end."""
     while True:
         yield b""
@@ -28,15 +28,14 @@ def garbage(chance: random.Random, numbers: bool) -> Iterator[bytes]:
         yield chance.randbytes(4096)
         yield b"\xff" * 64
         yield struct.pack("<BIB", 0, 0x3C85F7CE, chance.randrange(20)) + chance.randbytes(8)  # as PyTorch's store
-        if numbers:
-            yield b"\0" * 64
-            yield struct.pack("<Q", chance.randrange(64))
+        yield b"\0" * 64
+        yield struct.pack("<Q", chance.randrange(64))
 
 
-def connect(address: str, port: int, count: int, seed: int, numbers: bool, held: deque[socket.socket]) -> int:
+def connect(address: str, port: int, count: int, seed: int, held: deque[socket.socket]) -> int:
     made = 0
     chance = random.Random(seed)
-    for _, content in zip(range(count), garbage(chance, numbers), strict=False):
+    for _, content in zip(range(count), garbage(chance), strict=False):
         try:
             one = socket.create_connection((address, port), timeout=5.0)
         except OSError:  # it listens no longer
@@ -60,8 +59,8 @@ def connect(address: str, port: int, count: int, seed: int, numbers: bool, held:
 def main() -> None:
     held: deque[socket.socket] = deque()
     for line in sys.stdin:
-        address, port, count, seed, numbers = line.split()
-        print(connect(address, int(port), int(count), int(seed), numbers == "1", held), flush=True)
+        address, port, count, seed = line.split()
+        print(connect(address, int(port), int(count), int(seed), held), flush=True)
 
 
 if __name__ == "__main__":

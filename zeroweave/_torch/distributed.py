@@ -60,6 +60,11 @@ def end_process_group(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
+def set_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+    """That of the collectives that `group` begins from now on. Why: nothing public changes it."""
+    c10d._set_pg_timeout(timeout, group)
+
+
 def copying_communicator(store: Any, rank: int, world: int, name: str, timeout: datetime.timedelta) -> Any:
     """NCCL's communicator of `world` ranks that meet in `store`, which uses no SMs where it can do without.
 

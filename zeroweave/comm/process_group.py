@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,6 +12,7 @@ from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from zeroweave._torch.distributed import (
     all_gather,
@@ -28,7 +30,7 @@ from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread
 from zeroweave.errors import EngineError, RankFailure
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.ranks.control import Control
-from zeroweave.ranks.start import local_gpu
+from zeroweave.ranks.start import connect_gloo, local_gpu
 
 _LOANS: Final = 64
 """So many are remembered at most."""
@@ -355,8 +357,16 @@ def own_group(
     ranks = dist.get_process_group_ranks(group)
     ranks = ranks[number * size :][:size] if consecutive else ranks[number::groups]
     place = f"collectives of {groups}.{number}" + ", consecutive" * consecutive
+    backend, attempt = _backends_of(group)[device_of(group).type], itertools.count()
+
+    def make(store: Store, timeout: timedelta) -> dist.ProcessGroup:
+        return new_process_group(ranks, backend, store, f"{name}.{number}.{next(attempt)}", timeout)
+
     with control.rendezvous.store(place) as store:
-        own = new_process_group(ranks, _backends_of(group)[device_of(group).type], store, f"{name}.{number}", timeout)
+        if backend == "gloo":
+            own = connect_gloo(store, ranks.index(dist.get_rank()), size, timeout, make)
+        else:
+            own = make(store, timeout)
     control.barrier("the start of the collectives")  # a rank that meets the others there still needs the store
     return own
 

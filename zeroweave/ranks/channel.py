@@ -72,8 +72,9 @@ class Channel:
     """A rank's connection to the coordinator, for one thread; others may `post`, and `shut` it.
 
     Ctrl-C in `send` or `receive` leaves half a message: a thread that gets it uses the channel no more, see
-    `Control.broken`, or only posts. What sends or receives raises `ConnectionError` once the connection is lost. The coordinator drops newcomers while strangers crowd in, so a
-    connection that ends before it is welcome is made again, for `within` seconds.
+    `Control.broken`, or only posts. What sends or receives raises `ConnectionError` once the connection is lost. The
+    coordinator drops newcomers while strangers crowd in, so a connection that ends before it is welcome is made again,
+    for `within` seconds.
     """
 
     def __init__(self, address: tuple[str, int], token: bytes, hello: Any, within: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -12,17 +13,26 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
+from zeroweave._torch.distributed import end_process_group, set_timeout
+from zeroweave.errors import RankFailure
 from zeroweave.ranks.channel import LOOK_SECONDS
 from zeroweave.ranks.process import RunningClock, end_process
 
 BACKSTOP_SECONDS = 60.0
 """How long after the deadline a backend ends its wait; by then the alarm has told which rank is missing."""
+
+TRIES: Final = 6
+"""How often ranks that something disturbs connect over gloo."""
+TRY: Final = timedelta(seconds=10.0)
+"""How long they have for that; twice as long each further time, and the last time as long as for a collective."""
 
 
 def backstop(deadline_seconds: float) -> timedelta:
@@ -95,8 +105,63 @@ def start_process_group(deadline_seconds: float) -> None:
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, timeout=timeout)
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        store, rank, world = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        turn = store.add(f"zeroweave start of rank {rank}", 1)  # a launcher's store has what earlier ones left
+
+        def make(place: Store, timeout: timedelta) -> dist.ProcessGroup:
+            try:
+                dist.init_process_group("gloo", store=place, rank=rank, world_size=world, timeout=timeout)
+            except RuntimeError:
+                # PyTorch has counted it, and ranks meet by that number. The end of any group begins it anew.
+                dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+                dist.destroy_process_group()
+                raise
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+
+        connect_gloo(PrefixStore(f"zeroweave start {turn}", store), rank, world, timeout, make)
     atexit.register(_end, os.getpid())
+
+
+def connect_gloo(
+    store: Store, rank: int, world: int, timeout: timedelta, make: Callable[[Store, timedelta], dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    """The process group that `make(store, timeout)` makes over gloo, with connections between ranks and no others.
+
+    Why: while ranks connect, gloo takes whoever sends the small number that it expects for a rank. So each rank sends
+    each other one a secret before the group is used. Where one does not come, all ranks make another group. `store`:
+    in which only these ranks meet, and only once.
+    """
+    why = ""
+    for attempt in range(TRIES):
+        place = PrefixStore(f"attempt {attempt}", store)
+        if rank == 0:
+            place.set("secret", secrets.token_bytes(7).hex())
+        if place.add("there", 1) == world:
+            place.set("all are there", "")
+        place.wait(["all are there", "secret"], timeout)  # gloo listens for a moment only
+        secret = int(place.get("secret"), 16)
+        patience = timeout if attempt == TRIES - 1 else min(timeout, TRY * 2**attempt)
+        group = None
+        try:
+            group = make(PrefixStore("group", place), patience)
+            found = torch.empty(world, dtype=torch.int64)
+            dist.all_to_all_single(found, torch.full((world,), secret + rank), group=group)
+            if found.tolist() != [secret + each for each in range(world)]:
+                raise RuntimeError(f"rank {rank} got something else than what the others sent")
+            if place.add("connected", 1) == world:
+                place.set("end", "")
+        except RuntimeError as error:
+            place.set("end", f"rank {rank}: {error}")
+        place.wait(["end"], timeout)
+        why = place.get("end").decode()
+        if not why and group is not None:
+            set_timeout(group, timeout)
+            return group
+        if group is not None:
+            end_process_group(group)
+    raise RankFailure(f"the ranks' connections over gloo broke {TRIES} times while they were made: {why}")
 
 
 def _end(process: int) -> None:

@@ -74,6 +74,79 @@ def test_engines_after_each_other(tmp_path: Path) -> None:
         assert done.stderr == ""
 
 
+DISTURBED = """
+    import os, time
+    from datetime import timedelta
+    import torch, torch.distributed as dist, torch.distributed.distributed_c10d as c10d
+    from zeroweave.ranks import start
+    from zeroweave.ranks.control import Control
+    from zeroweave.comm.process_group import own_group
+
+    ways, rank, starts = {ways}, int(os.environ["RANK"]), -1
+    sound, make, exchange = c10d.ProcessGroupGloo, dist.init_process_group, dist.all_to_all_single
+    start.TRY = timedelta(seconds=4)
+
+    def broken(*_, **__):
+        raise RuntimeError("Connection closed by peer")
+
+    def making(*arguments, store, world_size, **named):
+        global starts
+        starts += world_size > 1
+        way = ways.get((starts, rank)) if world_size > 1 else None
+        if way == "connected, and closed":
+            make(*arguments, store=store, world_size=world_size, **named)
+            dist.destroy_process_group()
+        if way in ("closed", "connected, and closed"):
+            c10d.ProcessGroupGloo = broken
+        try:
+            make(*arguments, store=dist.PrefixStore(str(way), store) if way else store, world_size=world_size, **named)
+        finally:
+            c10d.ProcessGroupGloo = sound
+
+    def exchanging(found, *arguments, **named):
+        way = ways.get((starts, rank))
+        if way == "silent":
+            time.sleep(9.0)
+            raise RuntimeError("Timed out")
+        work = exchange(found, *arguments, **named)
+        if way == "another answers":
+            found[1 - rank] += 1
+            ways.pop((100, rank), None)
+        return work
+
+    dist.init_process_group, dist.all_to_all_single = making, exchanging
+    start.start_process_group(60.0)
+    starts = 100  # groups of the engine's own
+    with_control = Control.over(None, 60.0)
+    own = own_group(None, with_control, timedelta(seconds=60))
+    for group in (None, own):
+        summed = torch.ones(1)
+        if rank:
+            time.sleep(6.0)  # the time of the first attempts is not that of collectives
+        dist.all_reduce(summed, group=group)
+        assert summed.item() == 2.0
+    assert dist.new_group([0, 1]) is not None
+    with_control.close()
+    print("done")
+"""
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {},
+        {(0, 0): "closed"},
+        {(0, 1): "closed", (1, 0): "closed"},
+        {(0, 0): "connected, and closed"},
+        {(0, 1): "silent"},
+        {(0, 1): "another answers", (1, 0): "another answers", (100, 0): "another answers"},
+    ],
+)
+def test_ranks_whose_connections_are_taken_connect_again(tmp_path: Path, ways: dict[tuple[int, int], str]) -> None:
+    for done in ranks(tmp_path, DISTURBED.replace("{ways}", repr(ways))):
+        assert done.returncode == 0 and done.stdout == "done\n", done.stderr
+
+
 GLOO_THREADS = """
 import atexit
 from pathlib import Path
