@@ -85,8 +85,13 @@ class Channel:
         self._waker.setblocking(False)
         self._woken.setblocking(False)
         end = time.monotonic() + within
-        while not self._is_welcome(address, hello, end):
-            time.sleep(_AGAIN)
+        try:
+            while not self._is_welcome(address, hello, end):
+                time.sleep(_AGAIN)
+        except BaseException:
+            self._waker.close()
+            self._woken.close()
+            raise
 
     def _is_welcome(self, address: tuple[str, int], hello: Any, end: float) -> bool:
         """Connects. False: the connection has ended at once."""
