@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 import torch
@@ -202,6 +204,39 @@ def test_four_ranks_fail_alike_and_then_three_of_them() -> None:
     assert len(made[3][1]) == 1 and "rank 0 failed in step at step 7: ValueError: no" in made[3][1][0]
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(Alarm.close, [alarm for alarm, _ in made]))
+
+
+class Slow(SimpleQueue[Any]):
+    """Other threads than the first are slow to read what is in it."""
+
+    def get(self, *arguments: Any, **named: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(1.0)
+        return super().get(*arguments, **named)
+
+
+@pytest.mark.matrix
+def test_the_first_verdict_counts_however_late_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0, which has one, too, leaves meanwhile."""
+    monkeypatch.setattr(alarm, "SimpleQueue", Slow)
+    (first, _), (second, ends) = alarms(2)
+    with ThreadPoolExecutor(1) as threads:
+        shared = threads.submit(second.failed, "forward", 1, ValueError("on 1"))
+        assert not first.failed("forward", 0, ValueError("on 0"))
+        first.close()
+        assert not shared.result(60.0) and not ends
+    assert second.fatal is not None and "rank 0 failed in forward at step 0: ValueError: on 0" in second.fatal
+    second.close()
+
+
+@pytest.mark.matrix
+def test_a_failure_after_rank_0_has_left_is_known_at_once() -> None:
+    (first, _), (second, ends) = alarms(2)
+    first.close()
+    with ThreadPoolExecutor(1) as threads:
+        assert not threads.submit(second.failed, "forward", 0, ValueError("late")).result(patient(3.0))
+    assert second.fatal is not None and "it closed its engine" in second.fatal and not ends
+    second.close()
 
 
 def fail_differently(how: str) -> tuple[bool, str | None, float]:
