@@ -143,17 +143,19 @@ def connect_gloo(
         place.wait(["all are there", "secret"], timeout)  # gloo listens for a moment only
         secret = int(place.get("secret"), 16)
         patience = timeout if attempt == TRIES - 1 else min(timeout, TRY * 2**attempt)
-        group = None
+        group, broken = None, ""
         try:
             group = make(PrefixStore("group", place), patience)
             found = torch.empty(world, dtype=torch.int64)
             dist.all_to_all_single(found, torch.full((world,), secret + rank), group=group)
             if found.tolist() != [secret + each for each in range(world)]:
-                raise RuntimeError(f"rank {rank} got something else than what the others sent")
-            if place.add("connected", 1) == world:
-                place.set("end", "")
+                broken = "it has something else than what the others sent"
         except RuntimeError as error:
-            place.set("end", f"rank {rank}: {error}")
+            broken = str(error)
+        if broken:
+            place.set("end", f"rank {rank}: {broken}")
+        elif place.add("connected", 1) == world:
+            place.set("end", "")
         place.wait(["end"], timeout)
         why = place.get("end").decode()
         if not why and group is not None:
