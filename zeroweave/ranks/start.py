@@ -151,7 +151,7 @@ def connect_gloo(
             if found.tolist() != [secret + each for each in range(world)]:
                 broken = "it has something else than what the others sent"
         except RuntimeError as error:
-            broken = str(error)
+            broken = f"{type(error).__name__}: {error}"
         if broken:
             place.set("end", f"rank {rank}: {broken}")
         elif place.add("connected", 1) == world:
