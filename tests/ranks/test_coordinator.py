@@ -71,9 +71,11 @@ def test_what_has_no_hash_is_not_read() -> None:
 
 def test_a_greeting_that_was_recorded_takes_no_ranks_place(address: Address) -> None:
     ranks = controls(address)
-    with pytest.raises(ConnectionError, match="rank 0 does not answer"):
-        Channel(("127.0.0.1", address.port), TOKEN, ("control", 1, own()), 0.5)
+    again = Channel(("127.0.0.1", address.port), TOKEN, ("control", 1, own()), 0.5)
     assert meet(ranks) == [[b"\0", b"\1", b"\2"]] * 3
+    with pytest.raises(ConnectionError):
+        again.receive(5.0)
+    again.close()
 
 
 def test_a_rank_connects_among_more_strangers_than_are_kept(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,16 +95,27 @@ def test_a_rank_connects_among_more_strangers_than_are_kept(address: Address, mo
 
 
 def test_a_connection_that_is_dropped_before_it_is_welcome_is_made_again() -> None:
-    """As by a coordinator that has too many newcomers."""
+    """As by a coordinator that has too many newcomers. What was sent by then is sent again."""
+    hello = ("control", 0, own())
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
-        where = "127.0.0.1", listener.getsockname()[1]
-        made = threads.submit(Channel, where, TOKEN, ("control", 0, own()), 60.0)
-        for answer in (b"", b"\xff" * 64):
+        channel = Channel(listener.getsockname()[:2], TOKEN, hello, 60.0)
+        channel.send("early")
+        answer = threads.submit(channel.receive, 60.0)
+        for content in (b"", b"\xff" * 64):
             with listener.accept()[0] as dropped:
-                dropped.sendall(answer)
+                dropped.sendall(content)
         with listener.accept()[0] as kept:
-            kept.sendall(Codec(TOKEN, b"down").pack(WELCOME))
-            made.result(60.0).close()
+            down, up, come = Codec(TOKEN, b"down"), Codec(TOKEN, b"up"), list[object]()
+            kept.sendall(down.pack(WELCOME) + down.pack("answer"))
+            assert answer.result(60.0) == "answer"
+            channel.send("late")
+            kept.settimeout(60.0)
+            while len(come) < 3:
+                come += up.feed(kept.recv(4096))
+            assert come == [hello, "early", "late"]
+        with pytest.raises(ConnectionError):
+            channel.receive(60.0)
+        channel.close()
 
 
 def test_what_ranks_have_alike_travels_once(address: Address) -> None:

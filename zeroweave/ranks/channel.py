@@ -38,7 +38,7 @@ class Forged(Exception):
 
 
 class Codec:
-    """Messages of one direction as bytes. `longest`: bytes of a message that is taken."""
+    """Messages of one direction as bytes. `longest`: bytes of the first message that is taken."""
 
     def __init__(self, token: bytes, direction: bytes, longest: int = LONGEST) -> None:
         self._key, self._longest, self._rest = token + direction, longest, bytearray()
@@ -46,9 +46,6 @@ class Codec:
     def pack(self, message: Any) -> bytes:
         body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         return _HEAD.pack(len(body), hmac.digest(self._key, body, "sha256")) + body
-
-    def allow(self, longest: int) -> None:
-        self._longest = longest
 
     def feed(self, data: bytes) -> list[Any]:
         """The messages that are whole now that these bytes have come, too."""
@@ -65,6 +62,7 @@ class Codec:
             if not hmac.compare_digest(mark, hmac.digest(self._key, body, "sha256")):
                 raise Forged
             messages.append(pickle.loads(body))
+            self._longest = LONGEST
         return messages
 
 
@@ -78,46 +76,31 @@ class Channel:
     """
 
     def __init__(self, address: tuple[str, int], token: bytes, hello: Any, within: float) -> None:
-        self._token, self._posted, self._come = token, deque[Any](), deque[Any]()
+        self._address, self._token, self._end = address, token, time.monotonic() + within
+        self._early: list[Any] | None = [hello]
+        """what was sent so far, until the connection is welcome"""
+        self._posted, self._come = deque[Any](), deque[Any]()
         self.sent = self.received = 0
         """bytes"""
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         self._woken.setblocking(False)
-        end = time.monotonic() + within
-        try:
-            while not self._is_welcome(address, hello, end):
-                time.sleep(_AGAIN)
-        except BaseException:
-            self._waker.close()
-            self._woken.close()
-            raise
+        self._connect()
 
-    def _is_welcome(self, address: tuple[str, int], hello: Any, end: float) -> bool:
-        """Connects. False: the connection has ended at once."""
+    def _connect(self) -> None:
         self._up, self._down = Codec(self._token, b"up"), Codec(self._token, b"down")
         try:
-            self._socket = socket.create_connection(address, max(_AGAIN, end - time.monotonic()))
+            self._socket = socket.create_connection(self._address, max(_AGAIN, self._end - time.monotonic()))
         except OSError as error:
-            raise ConnectionError(f"rank 0 does not answer at {address[0]}:{address[1]}: {error}") from error
-        try:
-            self._socket.settimeout(None)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._poll = select.poll()  # `select` knows no number of a file above 1023
-            self._poll.register(self._socket, select.POLLIN)
-            self._poll.register(self._woken, select.POLLIN)
-            self.send(hello)
-            if self.receive(end - time.monotonic()) == WELCOME:
-                return True
-        except ConnectionError:
-            pass
-        except BaseException:
-            self._socket.close()
-            raise
-        self._socket.close()
-        if time.monotonic() > end:
-            raise ConnectionError(f"rank 0 does not answer at {address[0]}:{address[1]}")
-        return False
+            host, port = self._address
+            raise ConnectionError(f"rank 0 does not answer at {host}:{port}: {error}") from error
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._poll = select.poll()  # `select` knows no number of a file above 1023
+        self._poll.register(self._socket, select.POLLIN)
+        self._poll.register(self._woken, select.POLLIN)
+        for message in self._early or ():
+            self._write(message)
 
     def post(self, message: Any) -> None:
         """In any thread: the thread that receives sends it, at once if it waits for a message."""
@@ -131,37 +114,59 @@ class Channel:
             self.send(self._posted.popleft())
 
     def send(self, message: Any) -> None:
+        if self._early is not None:
+            self._early.append(message)
+        self._write(message)
+
+    def _write(self, message: Any) -> None:
         data = self._up.pack(message)
         try:
             self._socket.sendall(data)
         except OSError as error:
-            raise ConnectionError(f"rank 0 has gone: {error}") from error
+            if self._early is None:  # else `receive` finds that, too, and connects again
+                raise ConnectionError(f"rank 0 has gone: {error}") from error
         self.sent += len(data)
 
     def receive(self, seconds: float) -> Any | None:
         """The next message; None where none has come in that time, or something was posted, which has been sent."""
         while not self._come:
-            try:
-                ready = {number for number, _ in self._poll.poll(1000 * max(0.0, seconds))}
-                data = self._socket.recv(_READ) if ready - {self._woken.fileno()} else None
-            except OSError as error:
-                raise ConnectionError(f"rank 0 has gone: {error}") from error
-            if data is None:
-                with suppress(BlockingIOError):
+            ready = {number for number, _ in self._poll.poll(1000 * max(0.0, seconds))}
+            if not ready - {self._woken.fileno()}:
+                with suppress(OSError):
                     self._woken.recv(_READ)
                 self.flush()
                 return None
-            if not data:
-                raise ConnectionError("rank 0 has gone: it closed the connection")
-            self.received += len(data)
             try:
-                self._come.extend(self._down.feed(data))
-            except Forged:
-                raise ConnectionError("what answers in the place of rank 0 is no rank of this job") from None
+                messages = self._read()
+            except ConnectionError:
+                if self._early is None or time.monotonic() > self._end:
+                    raise
+                time.sleep(_AGAIN)
+                self._socket.close()
+                self._connect()
+                continue
+            if messages and messages[0] == WELCOME:
+                self._early = None
+                del messages[0]
+            self._come.extend(messages)
         return self._come.popleft()
+
+    def _read(self) -> list[Any]:
+        try:
+            data = self._socket.recv(_READ)
+            self.received += len(data)
+            messages = self._down.feed(data)
+        except OSError as error:
+            raise ConnectionError(f"rank 0 has gone: {error}") from error
+        except Forged:
+            raise ConnectionError("what answers in the place of rank 0 is no rank of this job") from None
+        if not data:
+            raise ConnectionError("rank 0 has gone: it closed the connection")
+        return messages
 
     def shut(self) -> None:
         """In any thread: ends the connection, and whatever waits in it."""
+        self._end = 0.0
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -199,9 +204,8 @@ class Connection:
         return self._codec.feed(data) if data else None
 
     def greeted(self, owner: Any) -> None:
-        """Its first message has come. Longer ones may follow."""
+        """Its first message has come."""
         self.owner = owner
-        self._codec.allow(LONGEST)
 
     def write(self, data: bytes = b"") -> None:
         """Bytes of `Codec.pack`, behind those that are left."""

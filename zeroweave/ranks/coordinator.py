@@ -159,6 +159,8 @@ class Coordinator:
                 self._connections[kind, rank] = connection
                 self._members[rank].greets(process, self._clock.look())
                 connection.write(self._down.pack(WELCOME))
+                if kind == "alarm":
+                    self._tell_newcomer(rank)
             elif connection.owner[0] == "control":
                 self._take(connection.owner[1], Brought(*message))
             else:
@@ -260,6 +262,15 @@ class Coordinator:
                 member.knows()
             case ("stopped", other):
                 self._members[other].stops()
+
+    def _tell_newcomer(self, rank: int) -> None:
+        """What the other alarms have heard before this one came."""
+        if self._ended:
+            self._send("alarm", rank, "end", self._ended, False)
+        elif (first := self._members[0].status).left:
+            self._send("alarm", rank, "left", first)
+        elif self._open:
+            self._send("alarm", rank, "often", True)
 
     def _tell_all(self, *message: Any) -> None:
         data = self._down.pack(message)
