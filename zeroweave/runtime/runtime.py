@@ -173,6 +173,8 @@ class Runtime:
         self._training = self.in_backward or (self._trains and torch.is_grad_enabled())
         if first := self._training and not (self.in_backward or self.replay.record):
             self._observer.window_began()
+        if not self.in_backward:
+            self._observer.forward_began()
         if first or not self._training:
             self.watch_writes(anew=False)
         self._forwards.hold_optional()
