@@ -13,6 +13,7 @@ class Case:
     An implementation that `speed` does not name must be as fast as its peer. Memory is the steady one and that of the
     GPU, where symmetric memory and everything else counts that is no tensor's. `host` has the most seconds of a step
     that an implementation may keep the host; `no_slower` names another one of the run that it must be as fast as.
+    `cached`: compiler caches were kept, so that first steps are not compared.
     """
 
     arguments: str = ""
@@ -20,6 +21,7 @@ class Case:
     memory: float = 1.05
     host: Mapping[str, float] = field(default_factory=dict)
     no_slower: Mapping[str, str] = field(default_factory=dict)
+    cached: bool = False
 
 
 STEPS = "--steps 35 --warm 20"
