@@ -16,9 +16,11 @@ import ast
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", choices=sorted(SHAPES), default="qwen3-8b")
     p.add_argument("--seq", type=int, default=4096, help="tokens of a sequence")
     p.add_argument("--micro-batch", type=int, default=1, help="sequences per GPU and step")
-    p.add_argument("--impl", default=DEFAULT, help=f"comma-separated, of: {'; '.join(peers.NAMES)}")
+    of = "; ".join(peers.NAMES)
+    p.add_argument("--impl", default=DEFAULT, help=f"comma-separated, of: {of}; A|B: B where A fails")
     p.add_argument("--ce-rs", action="store_true", help="beside each fsdp2-ce-zN also fsdp2-ce-rs-zN")
     hf: dict[str, Any] = {"nargs": "?", "const": "causal", "default": "", "choices": ["causal", "masked"]}
     p.add_argument("--hf", help="train transformers' own model of this shape; masked: with the mask it makes", **hf)
@@ -95,21 +98,24 @@ def _value(text: str) -> Any:
     return text
 
 
-def implementations(text: str, ce_rs: bool, variants: Mapping[str, Any]) -> list[str]:
-    """The names in `text`; with `ce_rs` each copy-engine FSDP2 is followed by the one with symmetric reductions."""
-    names: list[str] = []
-    for name in filter(None, map(str.strip, text.split(","))):
-        names.append(name)
-        if ce_rs and name.startswith("fsdp2-ce-z"):
-            names.append(name.replace("-ce-", "-ce-rs-"))
+def implementations(text: str, ce_rs: bool, variants: Mapping[str, Any]) -> list[list[str]]:
+    """The names in `text`, each with those to run where it fails.
+
+    With `ce_rs` each copy-engine FSDP2 is followed by the one with symmetric reductions.
+    """
+    found: list[list[str]] = []
+    for word in filter(None, map(str.strip, text.split(","))):
+        found.append(word.split("|"))
+        if ce_rs and word.startswith("fsdp2-ce-z"):
+            found.append([word.replace("-ce-", "-ce-rs-")])
     try:
-        for name in names:
+        for name in chain.from_iterable(found):
             peers.parse(name, variants)
     except ValueError as error:
         raise SystemExit(f"--impl: {error}") from None
-    if not names:
+    if not found:
         raise SystemExit("--impl names nothing")
-    return names
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -139,7 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         scratch = stack.enter_context(launch.temporary_folder())
         log = stack.enter_context(((out or scratch) / "lm.log").open("w"))
-        for name in names:
+        remaining = deque(names)
+        while remaining:
+            name, *others = remaining.popleft()
             spec = replace(base, impl=name)
             traced, profiled = chosen(a.trace, name), chosen(a.profile, name)
             if traced or profiled:
@@ -156,6 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except launch.LaunchError as error:
                 failures.append(name)
                 print(error, flush=True)
+                if others:
+                    print(f"{name} failed; {others[0]} instead", flush=True)
+                    remaining.appendleft(others)
             print(f"{name}: {time.monotonic() - began:.0f} s in all", flush=True)
             if rows and profiled and rows[-1].impl == name:
                 print(rows[-1].profile, flush=True)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from benchmarks.models import Shape
 from benchmarks.peers.common import Options, Trainer, adamw, compile_in_place, mean
 from benchmarks.peers.step_graph import trainer
-from benchmarks.peers.subject import Subject
+from benchmarks.peers.subject import Parts, Subject
 
 COPY_ENGINE_VARIABLES: Mapping[str, str] = {"NCCL_CTA_POLICY": "2"}
 """NCCL's zero-CTA policy for all communicators of the process: it gathers by copy engines where buffers allow it."""
@@ -37,19 +37,11 @@ def build(reshard: bool, variants: Sequence[str], shape: Shape, device: torch.de
     subject = Subject(shape, options.hf, options.lora)
     model = subject.on_meta(torch.float32)
     parts = subject.parts(model)
-    largest = max(map(unsharded_elements, parts.groups()))
+    largest = max(unsharded_elements(group, dist.get_world_size()) for group in parts.groups())
     compile_in_place([*([parts.embedding] if options.compile_embedding else []), *parts.compiled], options)
     mesh = mesh_of(device, options.group_size)
 
-    def shard(module: nn.Module | list[nn.Module], reshard: bool = reshard) -> None:
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
-
-    shard(parts.embedding)
-    for layer in parts.layers:
-        shard(layer)
-    shard(parts.tail, reshard=False)
-    shard(model)
+    shard(model, parts, mesh, reshard)
     notes = []
     if "ce" in variants:
         nbytes = largest * torch.bfloat16.itemsize
@@ -76,6 +68,15 @@ def build(reshard: bool, variants: Sequence[str], shape: Shape, device: torch.de
     return trainer(step, graphed, device, *notes)
 
 
+def shard(model: nn.Module, parts: Parts, mesh: DeviceMesh, reshard: bool) -> None:
+    """Shards embedding, layers and tail apart; of a model without values, too."""
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for part in (parts.embedding, *parts.layers):
+        fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+    fully_shard(parts.tail, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+
+
 def mesh_of(device: torch.device, group_size: int) -> DeviceMesh:
     """The ranks in one dimension, or replicated across groups of `group_size` consecutive ones; 0: no groups."""
     world = dist.get_world_size()
@@ -84,10 +85,9 @@ def mesh_of(device: torch.device, group_size: int) -> DeviceMesh:
     return init_device_mesh(device.type, (world // group_size, group_size), mesh_dim_names=("replicate", "shard"))
 
 
-def unsharded_elements(parameters: Sequence[Tensor]) -> int:
-    """The elements that a gather of parameters has at most: FSDP2 pads each to equal rows on all ranks."""
-    world = dist.get_world_size()
-    return sum(-(-p.shape[0] // world) * world * p[0].numel() for p in parameters)
+def unsharded_elements(parameters: Sequence[Tensor], ranks: int) -> int:
+    """The elements that a gather of parameters has: FSDP2 pads each to as many rows on all ranks."""
+    return sum(-(-p.shape[0] // ranks) * ranks * p[0].numel() for p in parameters)
 
 
 def copy_engines(
