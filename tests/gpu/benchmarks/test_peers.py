@@ -41,13 +41,15 @@ def test_all_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("stage", ["z3", "z2"])
 def test_a_step_of_fsdp2_is_one_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str) -> None:
     names = [f"fsdp2-{setting}{stage}" for setting in ("ce-graphs-", "graphs-", "ce-")]
-    rows = run(f"--model small --seq 256 --gas 2 --impl {','.join(names)} --profile", tmp_path, capsys)
+    rows = run(
+        f"--model small --seq 256 --gas 2 --lower aot_eager --impl {','.join(names)} --profile", tmp_path, capsys
+    )
     copies, kernels, eager = (rows[name] for name in names)
     for row in (copies, kernels):
-        assert row["details"]["graphed_steps"] == 8 - WARM + 2, "two more steps are traced"
+        assert row["details"]["graphed_steps"] == 8 - WARM
         assert row["losses"] == pytest.approx(eager["losses"], abs=5e-3)
         assert row["note"] is None
-        assert 0.1 < row["steady_gib"] <= row["device_gib"], "with the graph's memory"
+        assert 0.8 * eager["steady_gib"] < row["steady_gib"] <= row["device_gib"], "with the graph's memory"
     assert "AllGather" in kernels["profile"] and "AllGather" not in copies["profile"]
 
 
