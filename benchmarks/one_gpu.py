@@ -11,8 +11,8 @@ Models have the published shapes and random weights. The loop is the ordinary on
 
 `+liger` patches the model with Liger's kernels; name arms with it last, since it patches classes as well. `+norope`
 leaves Liger's rotary embedding out, around which Liger 0.8.5 disables compilation. `+ligerloss` takes nothing but the
-fused loss of it. `+chunked` is zeroweave's own loss without logits. `+graphs` turns on `compile.cuda_graphs`. `+compact`
-keeps masters and moments in few bits. `+offload` keeps optimizer states in host memory.
+fused loss of it. `+chunked` is zeroweave's own loss without logits. `+graphs` turns on `compile.cuda_graphs`.
+`+compact` keeps masters and moments in few bits. `+offload` keeps optimizer states in host memory.
 """
 
 from __future__ import annotations
