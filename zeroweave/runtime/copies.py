@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeroweave._torch.storages import lent
-from zeroweave.comm.pending import beside, side_of
+from zeroweave.comm.pending import on_side, side_of
 
 
 class CopyStream:
@@ -49,7 +49,7 @@ class CopyStream:
 
     def issue(self) -> AbstractContextManager[None]:
         """Copies made inside follow all work that the current stream has been given so far."""
-        return beside(self._side)
+        return on_side(self._side)
 
     def here(self) -> AbstractContextManager[Any]:
         """Inside, the current stream is this one: a wait there holds up this stream, and work that waits for it.
