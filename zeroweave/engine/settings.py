@@ -195,7 +195,7 @@ class ScheduleSettings:
             case "auto":
                 return budget(costs, measured)
             case int(most):
-                return most - costs.fixed
+                return most - costs.resident
         return None
 
     def _kept(self, base: Facts, memory: int | None) -> frozenset[int] | Literal["auto"]:

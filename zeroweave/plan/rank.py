@@ -130,7 +130,7 @@ class Measured:
         schedule = settings.schedule(self.first.record, self._facts, costs, self.first)
         expected = simulate(schedule, costs)
         seconds = expected.seconds + self._beside * self._hidden(expected, schedule)
-        peak = costs.fixed + expected.peak
+        peak = costs.resident + expected.peak
         return Planned(schedule, expected, seconds, self.memory, self.activations, self.host, peak)
 
     def _hidden(self, expected: Prediction, schedule: Schedule) -> float:

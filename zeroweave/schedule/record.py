@@ -257,7 +257,7 @@ def costs_of(steps: Sequence[Step], room: int = 0) -> Costs:
     )
     peak = max(moment.most for step in steps for moment in step.moments)
     filled = simulate(steps[0].schedule, costs).peak if peak else 0
-    return replace(costs, filled=filled, fixed=peak - filled)
+    return replace(costs, filled=filled, resident=peak - filled)
 
 
 def _times(steps: Sequence[Step], kind: Kind) -> tuple[Line, dict[int, float]]:
