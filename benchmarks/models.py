@@ -40,6 +40,7 @@ SHAPES = {
     "tiny": Shape(64, 128, 2, 4, 2, 16, 512),
     "llama-1b": Shape(2048, 8192, 16, 32, 8, 64, 128256, "llama"),
     "small": Shape(1024, 3072, 8, 16, 8, 64, 32000),
+    "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8, 128, 151936),
     "qwen3-8b": Shape(4096, 12288, 36, 32, 8, 128, 151936),
     "qwen3-14b": Shape(5120, 17408, 40, 40, 8, 128, 151936),
 }
@@ -186,11 +187,11 @@ def parameter_count(shape: Shape) -> int:
         return sum(p.numel() for p in Decoder(shape).parameters())
 
 
-def step_flops(shape: Shape, tokens: int, length: int) -> float:
+def step_flops(shape: Shape, tokens: int, length: int, frozen: bool = False) -> float:
     """Floating-point operations of the model in one forward and backward of `tokens` tokens.
 
-    Six for each weight that takes part in a matmul (the embedding's look-up does none) and, because attention
-    is causal, half of 12 · layers · heads · head_dim · length for each token.
+    Six for each weight that takes part in a matmul (the embedding's look-up does none), or four if it is `frozen`.
+    And, because attention is causal, half of 12 · layers · heads · head_dim · length for each token.
     """
     weights = parameter_count(shape) - shape.vocabulary * shape.hidden
-    return tokens * (6.0 * weights + 6.0 * shape.layers * shape.heads * shape.head_dim * length)
+    return tokens * ((4.0 if frozen else 6.0) * weights + 6.0 * shape.layers * shape.heads * shape.head_dim * length)

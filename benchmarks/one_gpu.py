@@ -9,8 +9,10 @@ Models have the published shapes and random weights. The loop is the ordinary on
     masters     bfloat16 weights, float32 masters, nothing compiled
     zw          zeroweave: bfloat16 weights, float32 masters
 
-`+liger` patches the model with Liger's kernels. `+graphs` turns on `compile.cuda_graphs`. `+compact` keeps masters and
-moments in few bits. `+offload` keeps optimizer states in host memory.
+`+liger` patches the model with Liger's kernels; name arms with it last, since it patches classes as well. `+norope`
+leaves Liger's rotary embedding out, around which Liger 0.8.5 disables compilation. `+ligerloss` takes nothing but the
+fused loss of it. `+chunked` is zeroweave's own loss without logits. `+graphs` turns on `compile.cuda_graphs`.
+`+compact` keeps masters and moments in few bits. `+offload` keeps optimizer states in host memory.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from benchmarks.peers.subject import transformers_model
 
 BATCHES = 4
 GIB = 2**30
-EXTRAS = ("liger", "graphs", "compact", "offload", "fp32")
+EXTRAS = ("liger", "ligerloss", "norope", "chunked", "graphs", "compact", "offload", "fp32")
 
 
 SIZES = {
@@ -52,6 +54,11 @@ TIED = ("tiny", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "llama-1b", "gemma3-1b")
 
 
 Step = Callable[[Sequence[Tensor]], Tensor]
+
+
+def mlp_of(size: str) -> str:
+    """What Liger calls its kernel for the feed-forward layers of a model."""
+    return "geglu" if size.startswith("gemma") else "swiglu"
 
 
 def plain_step(model: Any, rate: float, autocast: bool) -> Step:
@@ -99,6 +106,8 @@ def engine_of(model: Any, extras: Sequence[str], rate: float, gas: int, lower: s
         "precision": {"params": "bfloat16"},
         "compile": {"lower": lower, "cuda_graphs": "graphs" in extras},
     }
+    if "chunked" in extras:
+        config["loss"] = "chunked"
     if "compact" in extras:
         config["precision"]["optimizer"] = "compact"
     if "offload" in extras:
@@ -115,6 +124,22 @@ def engine_step(engine: zw.Engine) -> Step:
         return loss.detach()
 
     return step
+
+
+def profiled(step: Step, batches: Sequence[Tensor], most: int, steps: int = 3) -> str:
+    """Kernels that take the most of a step: milliseconds and number in a step, and the name."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step(batches)
+        torch.cuda.synchronize()
+    found = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    lines = [
+        f"  {e.self_device_time_total / 1000 / steps:8.2f} ms {e.count / steps:7.1f} x {e.key[:150]}" for e in found
+    ]
+    total = sum(event.self_device_time_total for event in found) / 1000 / steps
+    return "\n".join(["", f"  {total:8.2f} ms in all kernels", *lines[:most]])
 
 
 def run(arm: str, asked: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -140,7 +165,11 @@ def run(arm: str, asked: argparse.Namespace, device: torch.device) -> dict[str, 
     if "liger" in extras:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-        _apply_liger_kernel_to_instance(model=model)
+        _apply_liger_kernel_to_instance(model=model, **({"rope": False} if "norope" in extras else {}))
+    if "ligerloss" in extras:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model, rope=False, rms_norm=False, **{mlp_of(asked.size): False})
     engine = engine_of(model, extras, asked.rate, asked.gas, asked.lower) if kind == "zw" else None
     if engine is not None:
         step = engine_step(engine)
@@ -169,6 +198,9 @@ def run(arm: str, asked: argparse.Namespace, device: torch.device) -> dict[str, 
     if engine is not None:
         stats = engine.stats
         found["told"] = f"{stats.graphed_calls} graphed {stats.ungraphed_calls or ''} {dict(stats.eager_regions) or ''}"
+    if asked.profile and cuda:
+        found["told"] += profiled(step, batches, asked.profile)
+    if engine is not None:
         engine.destroy(optimizer_state=False)
     return found
 
@@ -186,6 +218,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=16)
     parser.add_argument("--rate", type=float, default=1e-5)
     parser.add_argument("--lower", default="inductor")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="behind each arm, the N longest kernels")
     asked = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     first: dict[str, Any] | None = None

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The tables of benchmarks/README.md and tests/gpu, in calls of ten minutes: 1 to 5 on four GPUs of a host, 6 and 7 on two.
+# The tables of benchmarks/README.md and tests/gpu, in calls of ten minutes: 1 to 5 and 9 on four GPUs of a host, 6 to 8 on
+# two.
 #
 #   benchmarks/tables.sh 1     tests/gpu on GPUs 2 and 3; beside it Qwen3-8B, 4,096 tokens, and its floor on 0 and 1
 #   benchmarks/tables.sh 2     nothing beside it, on 0 and 1: what depends on the host, which are coalesced windows and
@@ -12,13 +13,21 @@
 #   benchmarks/tables.sh 6     Qwen3-8B, 4,096 tokens and stage 2, beside its floor; then memory with nothing kept and with
 #                              compact states; the optimizer's step alone
 #   benchmarks/tables.sh 7     tests/gpu; then 1,024 tokens as graphs
+#   benchmarks/tables.sh 8     the rows of the README's table, the most important ones first; each result is printed as it
+#                              comes. `8 z2 lora`: only these rows: z3, z2, 1.7b, 1024 (transformers' models), plain-z3,
+#                              plain-1024, plain-512, lora
+#   benchmarks/tables.sh 9     the same on four GPUs: groups (two groups of two), 14b, z3, z2
 #
-# OUT names the folder for logs (default: ./out), END the seconds after which nothing goes on (default: 560), CACHE the
-# folder of compiler caches that calls share (default: OUT/cache). What matters is printed. Where only some files of OUT
-# are kept, or OUT is emptied between the calls, name others for both, and pack OUT behind each call.
+# OUT names the folder for logs (default: ./out), END the seconds after which nothing goes on (default: 560, of 8 and 9:
+# 545), CACHE the folder of compiler caches that calls share (default: OUT/cache), ARM the seconds that one implementation
+# may take in 8 and 9 (default: 90), MORE further arguments of benchmarks.lm for these, PYTHON the interpreter (default:
+# python3). What matters is printed. Where only some files of OUT are kept, or OUT is emptied between the calls, name
+# others for both, and pack OUT behind each call.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-part=${1:?a number from 1 to 7}
+part=${1:?a number from 1 to 9}
+shift
+case $part in 8 | 9) END=${END:-545} ;; esac
 out=${OUT:-$PWD/out} END=${END:-560} CACHE=${CACHE:-$out/cache}
 mkdir -p "$out"
 
@@ -37,6 +46,30 @@ run() {
     tail -n 1 "$out/$name.txt" | cut -c1-300
 }
 bench() { run "$1" "$2" bench --cache "$CACHE" "${@:3}"; }
+
+# row NAME CASE STAGE implementations of benchmarks.lm: each result is a line, and printed when it is there. The peer's
+# step is one CUDA graph. NCCL's kernels gather where a graph cannot have copy engines, in the later rows from the start.
+peer="fsdp2-ce-graphs-%s|fsdp2-graphs-%s"
+row() {
+    local name=$1 case=$2 stage=$3 limit impl=""
+    shift 3
+    [ ${#wanted[@]} = 0 ] || [[ " ${wanted[*]} " = *" $name "* ]] || return 0
+    limit=$(left 600)
+    [ "$limit" -gt 50 ] || { echo "== $name: no time is left"; return; }
+    for arm in "$@"; do
+        case $arm in peer) arm=${peer//%s/$stage} ;; *) arm=$arm-$stage ;; esac
+        impl=$impl,$arm
+    done
+    echo "== $name ($case), at $SECONDS s"
+    mkdir -p "$out/$name"
+    PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} \
+        timeout --signal=INT --kill-after=10 "$limit" "${PYTHON:-python3}" -m benchmarks.lm --out "$out/$name" \
+        --case "$case" --cache "$CACHE" $rows --timeout "${ARM:-90}" --impl "${impl#,}" $more 2>&1 | tee "$out/$name.txt" |
+        grep -a --line-buffered -E ": step [0-9.]+ s \\(|^(holds|FAILS|failed)|^\| |exited with| instead$|not done|rror:| as (one )?graph" |
+        cut -c1-300
+    if grep -q "^fsdp2-ce-graphs-.* instead" "$out/$name.txt"; then peer="fsdp2-graphs-%s"; fi
+}
+wanted=("$@") more=${MORE:-}
 rows="--in-a-row 10 --steps 34 --warm 14"
 host="--case qwen3-8b-1024 --steps 36 --warm 20 --timeout 150"
 auto="--variant auto compile.memory_budget=auto"
@@ -81,7 +114,7 @@ case $part in
         export CUDA_VISIBLE_DEVICES=2,3
         bench llama-512 110 --case llama-1b-512 --timeout 100 --impl zeroweave-graphs-z2,fsdp2-ce-z2
         bench llama-2048 130 --case llama-1b-2048 --timeout 100 --impl zeroweave-graphs-z3,fsdp2-ce-z3
-        bench hf 150 --case hf-qwen3-8b-4096 --timeout 100 --impl zeroweave-z3,fsdp2-ce-z3
+        bench hf 150 --case hf-qwen3-8b-4096-z3 --timeout 100 --impl zeroweave-z3,fsdp2-ce-z3
     ) &
     wait
     run four 110 tests tests/gpu/test_experts.py tests/gpu/test_checkpoints.py -k four -n 2 --tb=short
@@ -113,6 +146,22 @@ case $part in
     run quiet 60 tests tests/gpu/test_memory.py tests/gpu/test_budget.py --tb=short
     run tests 480 tests "${rest[@]}" -n 7 --dist worksteal --tb=short
     bench q1024 160 $host --impl zeroweave-graphs-z3,fsdp2-ce-z3
+    ;;
+8)
+    row z3 hf-qwen3-8b-4096-z3 z3 zeroweave-graphs peer zeroweave fsdp2-ce
+    row z2 hf-qwen3-8b-4096-z2 z2 zeroweave-graphs peer zeroweave fsdp2-ce
+    row 1.7b hf-qwen3-1.7b-2048 z3 zeroweave-graphs peer fsdp2-ce
+    row 1024 hf-qwen3-8b-1024 z3 zeroweave-graphs peer fsdp2-ce
+    row plain-z3 qwen3-8b-4096-z3 z3 zeroweave-graphs peer fsdp2-ce
+    row plain-1024 qwen3-8b-1024 z3 zeroweave-graphs peer fsdp2-ce
+    row plain-512 llama-1b-512 z2 zeroweave-graphs peer fsdp2-ce
+    row lora hf-qwen3-8b-lora z3 zeroweave-graphs peer zeroweave fsdp2-ce
+    ;;
+9)
+    row groups hf-qwen3-8b-groups z3 zeroweave-graphs peer zeroweave fsdp2-ce
+    row 14b hf-qwen3-14b-2048 z3 zeroweave-graphs peer zeroweave fsdp2-ce
+    row z3 hf-qwen3-8b-4096-z3 z3 zeroweave-graphs peer fsdp2-ce
+    row z2 hf-qwen3-8b-4096-z2 z2 zeroweave-graphs peer fsdp2-ce
     ;;
 *) echo "unknown: $part" >&2; exit 2 ;;
 esac

@@ -48,12 +48,14 @@ class Spec:
     hf: str = ""
     gas: int = 1
     in_a_row: int = 1
+    lora: int = 0
+    group_size: int = 0
     trace: str | None = None
     host_profile: str | None = None
 
     def options(self) -> peers.Options:
         """How to build the implementation. The command line has checked the words."""
-        names = ("lower", "compile_embedding", "zeroweave", "variants", "loop", "hf", "gas")
+        names = ("lower", "compile_embedding", "zeroweave", "variants", "loop", "hf", "gas", "lora", "group_size")
         return peers.Options(**{name: getattr(self, name) for name in names})
 
 

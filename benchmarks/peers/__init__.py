@@ -8,6 +8,8 @@
 | `fsdp2-z2` | FSDP2 that does not: the parameters stay gathered until the backward is over |
 | `fsdp2-ce-z3`, `-ce-z2` | the same, gathering by NCCL's copy engines |
 | `fsdp2-ce-rs-z3`, `-ce-rs-z2` | with the buffers of reductions in symmetric memory as well |
+| `fsdp2-ce-graphs-z3`, `-z2` | `fsdp2-ce` with forward, backward and optimizer as one CUDA graph |
+| `fsdp2-graphs-z3`, `-z2` | the same with gathers by NCCL's kernels, where copy engines cannot be captured |
 | `compute` | a floor: no communication, the whole model on each GPU, the optimizer over 1/N of it |
 | `compute-graphs` | the same as one CUDA graph: the floor where the host is the limit |
 
@@ -26,17 +28,26 @@ from benchmarks.models import Shape
 from benchmarks.peers import compute, fsdp2, zeroweave
 from benchmarks.peers.common import Options, Trainer
 
-__all__ = ["NAMES", "Name", "Options", "Trainer", "environment", "make", "parse", "peers_of"]
+__all__ = ["NAMES", "Name", "Options", "Trainer", "environment", "fsdp2_of", "make", "parse", "peers_of"]
 
 NAMES = (
     "zeroweave[-VARIANT…]-z3, -z2, -z1",
     "fsdp2-z3, -z2",
     "fsdp2-ce-z3, -z2",
     "fsdp2-ce-rs-z3, -z2",
+    "fsdp2-ce-graphs-z3, -z2",
+    "fsdp2-graphs-z3, -z2",
     "compute",
     "compute-graphs",
 )
-PEERS = {"": (), "ce": ("ce",), "ce-rs": ("ce", "rs")}
+PEERS = {
+    "ce-graphs": ("ce", "graphs"),
+    "graphs": ("graphs",),
+    "ce-rs": ("ce", "rs"),
+    "ce": ("ce",),
+    "": (),
+}
+"""FSDP2's settings, by the word in a name."""
 SPELLED = re.compile(r"(zeroweave|fsdp2)((?:-\w+)*)-z([123])")
 
 
@@ -70,7 +81,12 @@ def peers_of(impl: str) -> tuple[str, ...]:
     if not impl.startswith("zeroweave-"):
         return ()
     stage = "z3" if impl.endswith("z3") else "z2"
-    return f"fsdp2-ce-rs-{stage}", f"fsdp2-ce-{stage}", f"fsdp2-{stage}"
+    return fsdp2_of(stage)
+
+
+def fsdp2_of(stage: str) -> tuple[str, ...]:
+    """All settings of FSDP2 at stage "z3" or "z2"."""
+    return tuple("-".join(filter(None, ("fsdp2", words, stage))) for words in PEERS)
 
 
 def environment(name: str) -> Mapping[str, str]:

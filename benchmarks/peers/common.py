@@ -21,7 +21,8 @@ class Options:
 
     `zeroweave` is merged over zeroweave's own config, and over it that of each variant in the implementation's name.
     `loop` is the loop that trains zeroweave. `hf` says that the model is transformers' own, and how it attends. `gas`
-    is the number of micro-steps of an optimizer step.
+    is the number of micro-steps of an optimizer step. `lora` is the rank of low-rank layers, which alone are trained;
+    0: everything is. `group_size` is the number of ranks that parameters are sharded over; 0: all.
     """
 
     lower: Literal["inductor", "aot_eager", "none"] = "inductor"
@@ -31,6 +32,8 @@ class Options:
     loop: Literal["train_step", "plain"] = "train_step"
     hf: Attention = ""
     gas: int = 1
+    lora: int = 0
+    group_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,10 @@ class Trainer:
     note: str | None = None
 
 
-def adamw(parameters: Iterable[Tensor], device: torch.device) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=device.type == "cuda")
+def adamw(parameters: Iterable[Tensor], device: torch.device, capturable: bool = False) -> torch.optim.AdamW:
+    """PyTorch's AdamW, fused on a GPU. `capturable`: a CUDA graph may have its step."""
+    cuda = device.type == "cuda"
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=cuda, capturable=capturable and cuda)
 
 
 def compile_in_place(modules: Iterable[nn.Module], options: Options) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +11,10 @@ from torch import Tensor, nn
 
 from benchmarks.models import Shape
 from benchmarks.peers.common import LEARNING_RATE, Options, Trainer, compile_in_place, mean
+from benchmarks.peers.step_graph import trainer
 from benchmarks.peers.subject import Subject
-from zeroweave._torch.graphs import unused_bytes
 
 BETA1, BETA2, EPSILON, DECAY = 0.9, 0.999, 1e-8, 1e-2
-WARM = 3
-"""Steps before one is captured: kernels are compiled in the first, and libraries make their workspaces."""
 
 
 def build(variants: Sequence[str], shape: Shape, device: torch.device, options: Options) -> Trainer:
@@ -32,6 +30,8 @@ def build(variants: Sequence[str], shape: Shape, device: torch.device, options: 
     weights by its own gradients, so that losses fall, but are nobody else's. Needs memory for the whole model and its
     gradients.
     """
+    if options.lora:
+        raise ValueError("compute has no --lora: its optimizer trains all parameters")
     subject = Subject(shape, options.hf)
     model = subject.build(device, torch.bfloat16)
     parts = subject.parts(model)
@@ -52,12 +52,7 @@ def build(variants: Sequence[str], shape: Shape, device: torch.device, options: 
             update(group.weights, group.masters, group.means, group.squares, group.gradients(), count)
         return loss
 
-    if not variants:
-        return Trainer(step)
-    if device.type != "cuda":
-        return Trainer(step, note="no CUDA graph: there is no GPU")
-    captured = Captured(step, device)
-    return Trainer(captured, held=captured.memory)
+    return trainer(step, "graphs" in variants, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,45 +103,3 @@ def adamw(
         square.mul_(BETA2).addcmul_(fresh, fresh, value=1 - BETA2)
         master.mul_(1 - LEARNING_RATE * DECAY).sub_(rate * average / (square.sqrt() / correction + EPSILON))
         weight.copy_(master)
-
-
-class Captured:
-    """A step as one CUDA graph, once it has run a few times. What it returns is overwritten by the next step.
-
-    Steps before the capture run on the stream that captures, so that autograd's nodes belong to it.
-    """
-
-    def __init__(self, step: Callable[[Sequence[Tensor]], Tensor], device: torch.device) -> None:
-        self._step = step
-        self._stream = torch.cuda.Stream(device)
-        self._ran = 0
-        self._graph = torch.cuda.CUDAGraph()
-        self._inputs: list[Tensor] = []
-        self._loss: Tensor | None = None
-
-    def __call__(self, batches: Sequence[Tensor]) -> Tensor:
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            if self._ran < WARM:
-                self._ran += 1
-                self._loss = self._step(batches)
-            else:
-                self._replay(batches)
-        current.wait_stream(self._stream)
-        assert self._loss is not None
-        return self._loss
-
-    def memory(self) -> int:
-        """Bytes of the graph's memory that no tensor has."""
-        return unused_bytes(self._graph.pool()) if self._inputs else 0
-
-    def _replay(self, batches: Sequence[Tensor]) -> None:
-        if not self._inputs:
-            self._inputs = [tokens.clone() for tokens in batches]
-            # NCCL's watchdog asks for events in a thread of its own: only this thread's calls are captured.
-            with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
-                self._loss = self._step(self._inputs)
-        for static, tokens in zip(self._inputs, batches, strict=True):
-            static.copy_(tokens)
-        self._graph.replay()

@@ -1,4 +1,7 @@
-"""What the implementations train: the decoder of `benchmarks.models`, or transformers' own model of that shape."""
+"""What the implementations train: the decoder of `benchmarks.models`, or transformers' own model of that shape.
+
+Either may be frozen, with low-rank layers that are trained.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,22 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """How to make the model of a shape, and how to call it; `hf` for transformers' own, and says how it attends."""
+    """How to make the model of a shape, and how to call it; `hf` for transformers' own, and says how it attends.
+
+    `lora` is the rank of the low-rank layers; 0: there are none, and everything is trained.
+    """
 
     shape: Shape
     hf: Attention = ""
+    lora: int = 0
 
     def on_meta(self, dtype: torch.dtype) -> nn.Module:
-        """The model without values, in training mode."""
+        """The model without values, in training mode. What is trained has `dtype`; what is frozen is bfloat16."""
         with torch.device("meta"):
             model = transformers_model(self.shape, self.hf, dtype) if self.hf else Decoder(self.shape).to(dtype)
+            if self.lora:
+                model.to(torch.bfloat16).requires_grad_(False)
+                add_low_rank(self.parts(model).layers, self.lora, dtype)
         return model.train()
 
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -68,6 +78,33 @@ class Subject:
     def loss(self, output: Any) -> Tensor:
         loss: Tensor = output.loss if self.hf else output
         return loss
+
+
+PROJECTIONS = ("query", "key", "value", "out", "q_proj", "k_proj", "v_proj", "o_proj")
+"""The names of attention's projections, in our decoder and in transformers' models."""
+
+
+class LowRank(nn.Module):
+    """A frozen projection and the product of two trained matrices (LoRA with alpha of twice the rank, no dropout)."""
+
+    def __init__(self, base: nn.Linear, rank: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False, dtype=dtype)
+        self.up = nn.Linear(rank, base.out_features, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(x) + 2.0 * self.up(self.down(x))
+        return result
+
+
+def add_low_rank(layers: Sequence[nn.Module], rank: int, dtype: torch.dtype) -> None:
+    """Gives each projection of attention a low-rank layer, on the default device."""
+    for layer in layers:
+        for parent in [*layer.modules()]:
+            for name, child in [*parent.named_children()]:
+                if name in PROJECTIONS and isinstance(child, nn.Linear):
+                    setattr(parent, name, LowRank(child, rank, dtype))
 
 
 def transformers_model(shape: Shape, attention: Attention, dtype: torch.dtype, tied: bool = False) -> nn.Module:

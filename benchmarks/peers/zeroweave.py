@@ -40,6 +40,7 @@ def configuration(stage: int, variants: Sequence[str], options: Options) -> dict
         "gradient_accumulation_steps": options.gas,
         "precision": {"params": "bfloat16", "reduce": "bfloat16"},
         "compile": lowering,
+        **({"sharding": {"group_size": options.group_size}} if options.group_size else {}),
     }
     for over in (options.zeroweave, *({**BUILT_IN, **options.variants}[name] for name in variants)):
         config = merge(config, over)
@@ -60,9 +61,10 @@ def build(stage: int, variants: Sequence[str], shape: Shape, device: torch.devic
     import zeroweave as zw
 
     config = configuration(stage, variants, options)
-    subject = Subject(shape, options.hf)
+    subject = Subject(shape, options.hf, options.lora)
     model = subject.build(device, torch.bfloat16)
-    engine = zw.initialize(model, adamw(model.parameters(), device), config)
+    optimizer = adamw((p for p in model.parameters() if p.requires_grad), device)
+    engine = zw.initialize(model, optimizer, config)
 
     def train_step(tokens: Tensor) -> Tensor:
         return engine.train_step(subject.batch(tokens))

@@ -186,7 +186,7 @@ def test_savers_that_leave_the_tag_to_the_folder_get_different_ones(path: Path) 
         tags = []
         for _ in range(25):
             together.wait()
-            partial = Folder(path).begin("step", anew=True)
+            partial = Folder(path).begin("step", again=True)
             tags.append(partial.place.name)
             Folder(path).publish(partial, manifest_of(partial.path, tags[-1], 2, seed))
         return tags
@@ -208,7 +208,7 @@ def test_the_claim_of_a_saver_that_was_killed_is_swept(path: Path) -> None:
 
     assert ended_in(begin, begun.is_set)
     assert list(path.glob(".two.claim"))
-    assert Folder(path).begin("two", anew=True).place.name == "two"
+    assert Folder(path).begin("two", again=True).place.name == "two"
 
 
 @pytest.mark.parametrize("make", ["directory", "file", "link", "loose link"])

@@ -14,6 +14,7 @@ from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.lion import Lion
 from zeroweave.optim.moments import moments_of
 from zeroweave.optim.scaler import Scaled
+from zeroweave.runtime.slack import Slack
 from zeroweave.runtime.transfers import Download, Transfers, Upload
 
 STEPS = 4
@@ -135,6 +136,116 @@ def test_each_bucket_comes_one_turn_ahead_and_goes_after_it() -> None:
     directions = [direction for direction, _ in transfers.log]
     assert directions == ["up", *["up", "down"] * (len(sizes) - 1), "down"]
     assert len([each for each in transfers.log if each[0] == "down"]) == len(sizes)
+
+
+class Ahead:
+    """A rank whose device counts memory: `calls` bytes are in use as a call begins, besides states on their way."""
+
+    def __init__(self, kind: str, counts: bool = True) -> None:
+        self.rank = Rank(build_net(), KINDS[kind], 0, 1, torch.bfloat16, "optimizer")
+        self.offload, self.transfers, self.calls = self.rank.sharded.offload, Noting(), 0
+        self.capacity = 1 << 30
+        if counts:
+            self.transfers.slack = slack = Slack(lambda: self.calls + slack.states, lambda: self.capacity)
+        self.offload._transfers = self.transfers
+        for moments in self.offload._moments.values():
+            moments._transfers = self.transfers
+        for view in self.rank.views.values():
+            view.home._transfers = self.transfers
+        step(self.rank, 0)
+        self.order = [b for b in sorted(self.rank.views, reverse=True) if self.rank.views[b].layout.trainable]
+        self.sizes = [self.offload._nbytes(bucket) for bucket in self.order]
+        self.call(1 << 20)  # at the end of a forward
+        self.transfers.log.clear()
+
+    def call(self, in_use: int) -> list[int]:
+        """A call begins; returns the buckets whose uploads it has begun."""
+        before, self.calls = set(self.offload._lifted), in_use
+        self.transfers.sweep()
+        return [bucket for bucket in self.order if bucket in self.offload._lifted and bucket not in before]
+
+    def values(self) -> list[torch.Tensor]:
+        self.offload.finish()
+        masters = [view.home.master for view in self.rank.views.values()]
+        return masters + [value for state in states(self.rank) for value in state.values()]
+
+
+def test_with_slack_buckets_come_in_the_backward_and_never_take_more() -> None:
+    ahead, other = Ahead("adamw"), Ahead("adamw", counts=False)
+    first, second, third = ahead.sizes[:3]
+    assert ahead.call(0) == [], "no backward that an update follows"
+    ahead.offload.run_ahead()
+    assert ahead.call(1 << 20) == []
+    assert ahead.call((1 << 20) - first + 1) == []
+    assert ahead.call((1 << 20) - first - second) == ahead.order[:2]
+    assert ahead.transfers.slack.states == first + second
+    assert ahead.call((1 << 20) - first - second - third + 1) == []
+    ahead.offload.stand()
+    assert ahead.call(0) == [], "the backward is over"
+    for one in (ahead, other):
+        step(one.rank, 1)
+    assert all(map(torch.equal, ahead.values(), other.values()))
+    assert ahead.transfers.slack.states == 0 and not ahead.offload._lifted
+    assert sum(size for direction, size in ahead.transfers.log if direction == "up") == sum(ahead.sizes)
+
+
+@pytest.mark.parametrize("written", ["moment", "another moment", "state", "master"])
+def test_what_is_written_between_its_upload_and_its_update_counts(written: str) -> None:
+    ahead, other = Ahead("adamw"), Ahead("adamw", counts=False)
+    ahead.offload.run_ahead()
+    assert ahead.call(0) == ahead.order
+    for one in (ahead, other):
+        bucket = one.order[1]
+        fragment, view = one.rank.sharded._fragments[bucket].parameters[0], one.rank.views[bucket]
+        held = one.rank.optimizer.state[fragment]
+        match written:
+            case "moment":
+                held["exp_avg"].mul_(3)
+            case "another moment":
+                held["exp_avg"] = held["exp_avg"] * 3
+            case "state":
+                one.rank.sharded.set_state(bucket, 0, "exp_avg_sq", held["exp_avg_sq"] * 5)
+            case _:
+                view.home.put(view.home.values() * 2)
+        step(one.rank, 1)
+    assert all(map(torch.equal, ahead.values(), other.values()))
+    assert ahead.transfers.slack.states == 0
+
+
+def test_a_part_of_the_device_stays_free() -> None:
+    ahead = Ahead("adamw")
+    ahead.capacity = ahead.sizes[0] + ahead.sizes[1]
+    ahead.offload.run_ahead()
+    assert ahead.call(0) == ahead.order[:1]
+
+
+def test_a_forward_takes_back_what_no_update_has_followed() -> None:
+    ahead, other = Ahead("adamw"), Ahead("adamw", counts=False)
+    ahead.offload.run_ahead()
+    assert ahead.call(0) == ahead.order
+    ahead.offload.stand()
+    ahead.offload.recall()
+    assert not ahead.offload._lifted and ahead.transfers.slack.states == 0
+    assert ahead.call(0) == []
+    for one in (ahead, other):
+        step(one.rank, 1)
+    assert all(map(torch.equal, ahead.values(), other.values()))
+
+
+def test_no_memory_in_one_piece_leaves_uploads_to_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead, other = Ahead("adamw"), Ahead("adamw", counts=False)
+    ahead.offload.run_ahead()
+
+    def upload(hosts: Any) -> Upload:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ahead.transfers, "upload", upload)
+        assert ahead.call(0) == [] and ahead.transfers.slack.states == 0
+    assert ahead.call(0) == [], "once was enough"
+    for one in (ahead, other):
+        step(one.rank, 1)
+    assert all(map(torch.equal, ahead.values(), other.values()))
 
 
 def test_a_bucket_without_gradient_is_not_written() -> None:

@@ -12,13 +12,13 @@ from zeroweave.errors import EngineError
 from zeroweave.plan.calibrate import found
 from zeroweave.plan.hardware import GPUS, Calibration, Efficiency
 
-H200 = Calibration("NVIDIA H200", 2, 1, {"matmul": 7.5e14, "host": 5.6e10}, {"kernel": 4e-6, "beside": 0.3})
+H200 = Calibration("NVIDIA H200", 2, 1, {"matmul": 7.5e14, "host": 5.6e10}, {"kernel": 4e-6, "contention": 0.3})
 
 
 def test_what_was_measured_counts_and_the_rest_stays() -> None:
     assert H200.gpu == "h200" and replace(H200, device="cpu").gpu is None
     share = H200.efficiency(GPUS["h200"])
-    wanted = replace(Efficiency(), matmul=7.5e14 / 989.5e12, host=5.6e10 / 64e9, kernel=4e-6, beside=0.3)
+    wanted = replace(Efficiency(), matmul=7.5e14 / 989.5e12, host=5.6e10 / 64e9, kernel=4e-6, contention=0.3)
     assert share == wanted
     told = H200.lines()
     assert told[0].startswith("measured on 2 x NVIDIA H200, 1 host: matmul 7.5e+14/s")

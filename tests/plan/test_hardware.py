@@ -8,7 +8,7 @@ import pytest
 
 from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
 
-WHOLE = Efficiency(1, 1, 1, 1, 1, 1, beside=0, kernel=0, launch=0, hop_inside=0, hop_between=0)
+WHOLE = Efficiency(1, 1, 1, 1, 1, 1, contention=0, kernel=0, launch=0, hop_inside=0, hop_between=0)
 H200 = Hardware(GPUS["h200"], WHOLE)
 
 

@@ -145,7 +145,7 @@ def test_collectives_that_nobody_waits_for_take_time_from_what_is_computed_besid
     found = {}
     for beside in (0.0, 0.5):
         model, batch = source_of("tests.plan.models:llama", 64, 64)()
-        hardware = Hardware(HARDWARE.gpu, replace(HARDWARE.efficiency, beside=beside))
+        hardware = Hardware(HARDWARE.gpu, replace(HARDWARE.efficiency, contention=beside))
         config = Config.load({"stage": 3, "compile": {"enabled": False}})
         found[beside] = PlannedRank(model, batch, torch.optim.AdamW, config, 2, hardware).measure().plan()
     sent = found[0.5].prediction.busy("all_gather", "reduce_scatter")
@@ -260,7 +260,7 @@ def test_a_row_has_a_config_to_paste() -> None:
 @pytest.mark.matrix
 def test_the_command_plans_as_it_is_asked(tmp_path: Path) -> None:
     calibration = tmp_path / "h100.json"
-    Calibration("NVIDIA H100 80GB HBM3", 8, 1, {"matmul": 6e14, "host": 5e10}, {"beside": 0.25}).save(calibration)
+    Calibration("NVIDIA H100 80GB HBM3", 8, 1, {"matmul": 6e14, "host": 5e10}, {"contention": 0.25}).save(calibration)
     asked = ["--seq", "8", "--world", "2", "--offload", "optimizer,params", "--gas", "2", "--clip"]
     asked += ["--activation-budget", "0.5"]
     files = ["--calibration", str(calibration), "--json", str(tmp_path / "plan.json")]
@@ -273,7 +273,7 @@ def test_the_command_plans_as_it_is_asked(tmp_path: Path) -> None:
     assert plan["config"]["compile"] == {"activation_budget": 0.5}
     assert plan["hardware"]["gpu"]["memory"] == GPUS["h100"].memory
     share = plan["hardware"]["efficiency"]
-    assert share["beside"] == 0.25 and share["matmul"] == pytest.approx(6e14 / GPUS["h100"].half)
+    assert share["contention"] == 0.25 and share["matmul"] == pytest.approx(6e14 / GPUS["h100"].half)
     assert share["memory"] == Efficiency().memory
 
 

@@ -60,7 +60,7 @@ def _costs(schedule: Schedule, seed: int) -> Costs:
         gather=Line(1e-4, 1e-11),
         reduce=Line(1e-4, 1e-11),
         activations=tuple(rng.randrange(1 << 20, 8 << 20) for _ in events),
-        beside=1 << 32,
+        resident=1 << 32,
         copy=Line(1e-5, 2e-10),
         moves=moves_of(schedule.record),
     )

@@ -22,7 +22,7 @@ def with_costs(schedule: Schedule, seed: int = 0) -> Schedule:
         gather=Line(rng.random(), rng.random()),
         reduce=Line(),
         activations=tuple(rng.randrange(100) for _ in range(events)),
-        beside=rng.randrange(1000),
+        resident=rng.randrange(1000),
         copy=Line(rng.random(), rng.random()),
         moves=moves_of(schedule.record),
     )

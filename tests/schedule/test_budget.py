@@ -24,7 +24,7 @@ def measured(room: int) -> tuple[Costs, Schedule]:
     backward = len(costs.activations) // 2
     activations = tuple(ACTIVATION * min(i + 1, 2 * backward - i) for i in range(len(costs.activations)))
     costs = replace(costs, activations=activations, room=room)
-    return replace(costs, beside=REST, filled=simulate(schedule, costs).peak), schedule
+    return replace(costs, resident=REST, filled=simulate(schedule, costs).peak), schedule
 
 
 def follow(costs: Costs, of: Schedule) -> Schedule:
@@ -91,7 +91,7 @@ def odd(rng: random.Random) -> tuple[Costs, Schedule]:
     of = compile_schedule(plain.record, replace(facts, costs=costs))
     filled = simulate(of, costs).peak
     room = int((REST + 5 * SIZE + filled * rng.uniform(1, 3) + sum(sizes) * rng.uniform(0, 2)) / 0.95)
-    return replace(costs, filled=filled, beside=REST, room=room), of
+    return replace(costs, filled=filled, resident=REST, room=room), of
 
 
 def test_the_device_has_room_for_whatever_it_fills() -> None:
@@ -142,10 +142,10 @@ def test_what_is_beside_is_that_of_a_rank_and_not_of_two() -> None:
     batch = (8_000, *none[1:])
     ranks = []
     for beside, activations in ((state, none), (1_000, batch)):
-        own = replace(costs, activations=activations, beside=beside)
+        own = replace(costs, activations=activations, resident=beside)
         ranks.append(replace(own, filled=simulate(of, own).peak))
     merged = Costs.merge(ranks)
-    assert (merged.beside, fixed(merged)) == (state, state + 8_000)
+    assert (merged.resident, fixed(merged)) == (state, state + 8_000)
     memory = budget(merged, of)
     assert memory == 40_000 - 2_000 - 8_000 - state
     schedule = follow(merged, of)

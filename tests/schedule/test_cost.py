@@ -147,7 +147,7 @@ def test_all_ranks_decide_by_the_worst_of_each() -> None:
         gather=Line(0.25, 0.5),
         reduce=Line(1.0, 0.0),
         activations=(4, 3, 2, 1),
-        beside=3,
+        resident=3,
         filled=4,
     )
     assert (
@@ -161,7 +161,7 @@ def test_all_ranks_decide_by_the_worst_of_each() -> None:
             gather=Line(0.5, 0.5),
             reduce=Line(1.0, 0.0),
             activations=(4, 3, 3, 4),
-            beside=3,
+            resident=3,
             filled=4,
         )
     )

@@ -45,10 +45,10 @@ class Folder:
         self.path = Path(path)
 
     # ------------------------------------------------------------------ writing
-    def begin(self, tag: str, anew: bool = False) -> StagingFolder:
+    def begin(self, tag: str, again: bool = False) -> StagingFolder:
         """A new folder for the files of a checkpoint that is to have this tag, which must be free.
 
-        `anew`: where it is taken it becomes one like it. A run that resumes from an older checkpoint comes to the same
+        `again`: where it is taken it becomes one like it. A run that resumes from an older checkpoint comes to the same
         steps again, and another run may save here. The folder is to be published or discarded, and no other saver gets
         the tag until then. What savers that have ended have left here is removed first.
         """
@@ -68,7 +68,7 @@ class Folder:
                     if not os.path.lexists(place):  # since then
                         return partial
                     partial.discard()
-            if not anew:
+            if not again:
                 raise CheckpointError(f"[ZW604] {self.path} {state.format(tag)}: choose another tag, or remove it")
         raise AssertionError
 
@@ -189,9 +189,9 @@ class Folder:
             raise CheckpointError(f"{place} is a symbolic link")
         return _read(place / manifests.NAME, manifests.LARGEST, first)
 
-    def choices(self, beside: str = "") -> str:
+    def choices(self, other_than: str = "") -> str:
         """What else could be loaded, in words."""
-        others = [tag for tag in self.tags() if tag != beside]
+        others = [tag for tag in self.tags() if tag != other_than]
         if not others:
             return "there is no other one"
         return f"load one of these by its tag: {', '.join(others[-8:])}"

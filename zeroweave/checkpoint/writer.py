@@ -226,10 +226,10 @@ class Saving:
             warn(f"old checkpoints in {self._folder.path} were not removed: {words(error)}", rank=0)
 
 
-def _begin(folder: Folder, tag: str, anew: bool) -> tuple[StagingFolder | None, str]:
+def _begin(folder: Folder, tag: str, again: bool) -> tuple[StagingFolder | None, str]:
     """The new folder; or why there is none, in words."""
     try:
-        return folder.begin(tag, anew), ""
+        return folder.begin(tag, again), ""
     except (OSError, CheckpointError) as error:
         return None, words(error)
 

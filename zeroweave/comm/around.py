@@ -43,7 +43,7 @@ class Around:
         self._inner.all_reduce_sum(tensor)
 
 
-class Apart(Around):
+class Routed(Around):
     """A wrapper whose collectives take several transports, of which some can share launches.
 
     In the scope of `together` there is one launch for each run of collectives of one transport, since a launch belongs

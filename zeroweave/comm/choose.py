@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zeroweave.comm.copy_engine import CopyEngines
-from zeroweave.comm.everywhere import apart
+from zeroweave.comm.everywhere import why_not_local
 from zeroweave.errors import ConfigError
 from zeroweave.ranks.control import Control
 
@@ -75,7 +75,7 @@ def _missing(control: Control, device: torch.device) -> str:
     version = torch.cuda.nccl.version() if nccl is not None else (0,)
     mine = (socket.gethostname(), version, str(torch.cuda.get_device_properties(device).uuid))
     ranks = control.all_gather_object(mine, "whether copy engines can gather")
-    whys = apart([(host, gpu) for host, _, gpu in ranks])
+    whys = why_not_local([(host, gpu) for host, _, gpu in ranks])
     for rank, ((_, found, _), why) in enumerate(zip(ranks, whys, strict=True)):
         if found[:2] < OLDEST_NCCL:
             return f"NCCL {'.'.join(map(str, found))} on rank {rank}: it needs {'.'.join(map(str, OLDEST_NCCL))}"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zeroweave._torch.distributed import copying_communicator
-from zeroweave.comm.around import Apart
+from zeroweave.comm.around import Routed
 from zeroweave.comm.everywhere import done_by_all
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.places import FixedMemory
@@ -47,7 +47,7 @@ class Registered(FixedMemory):
             self._known_to.pop().deregister_mem_pool(self._pool)
 
 
-class CopyEngineGathers(Apart):
+class CopyEngineGathers(Routed):
     """A transport that gathers through `engine` if the flat is in registered memory; all else is `inner`'s.
 
     `placed(flat)`: True if it is; the same on all ranks, see `runtime.bucket.seat`.

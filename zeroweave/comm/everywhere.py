@@ -18,7 +18,7 @@ def done_by_all(control: Control, step: Callable[[], object], what: str) -> str:
     return next((f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each), "")
 
 
-def apart(gpus: Sequence[tuple[str, str]]) -> list[str]:
+def why_not_local(gpus: Sequence[tuple[str, str]]) -> list[str]:
     """For each rank, why its GPU (host, uuid) is not a further GPU of rank 0's machine; "" if it is."""
     hosts, uuids = zip(*gpus, strict=True)
     found = []

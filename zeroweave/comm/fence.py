@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from zeroweave.comm.around import Around
-from zeroweave.comm.pending import Beside
+from zeroweave.comm.pending import SideWork
 from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.config.sections import DebugConfig
 from zeroweave.layout import BucketLayout
@@ -55,7 +55,7 @@ class Fenced(Around):
             return pending
         pending.wait()
         self._synchronize(True)
-        return Beside()
+        return SideWork()
 
     def _synchronize(self, now: bool) -> None:
         if now and self._device.type == "cuda":

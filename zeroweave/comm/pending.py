@@ -35,11 +35,11 @@ class Side:
     ) -> None:
         self.stream.__exit__(kind, error, trace)
 
-    def pending(self, *alive: torch.Tensor) -> Beside:
+    def pending(self, *alive: torch.Tensor) -> SideWork:
         """The end of all that was issued here so far."""
         event = self._ends.pop() if self._ends else torch.Event(device=self._device)
         event.record(self.stream)
-        return Beside(event, *alive, ends=self._ends)
+        return SideWork(event, *alive, ends=self._ends)
 
 
 def side_of(device: torch.device, priority: int = 0) -> Side | None:
@@ -47,12 +47,12 @@ def side_of(device: torch.device, priority: int = 0) -> Side | None:
     return Side(device, priority) if device.type == "cuda" else None
 
 
-def beside(side: Side | None) -> AbstractContextManager[None]:
+def on_side(side: Side | None) -> AbstractContextManager[None]:
     """Inside, work is issued on that stream; None: on the CPU."""
     return nullcontext() if side is None else side
 
 
-class Beside:
+class SideWork:
     """Work that ends with an event of another stream (None: it is over), and tensors that stay alive until the wait.
 
     `ends`: where the event goes when it has been waited for.

@@ -24,7 +24,7 @@ from zeroweave._torch.storages import lent
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.ledger import Ledger, dtype_name
 from zeroweave.comm.parts import lay_out, tensors_of
-from zeroweave.comm.pending import Beside, beside, side_of
+from zeroweave.comm.pending import SideWork, on_side, side_of
 from zeroweave.comm.rounding import cast_
 from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread
 from zeroweave.errors import EngineError, RankFailure
@@ -188,7 +188,7 @@ class ProcessGroupTransport:
             yield
         finally:
             self._launch = None
-        with _recording_nothing(), beside(self._side):
+        with _recording_nothing(), on_side(self._side):
             launch.issue(self.group)
 
     def _count(self, kind: str, tensor: torch.Tensor, bucket: int) -> None:
@@ -216,7 +216,7 @@ class ProcessGroupTransport:
         elif as_it_is:
             work = all_gather(target, shard, self.group)
         else:
-            with beside(self._side):
+            with on_side(self._side):
                 work = all_gather(target, cast_(mine, shard), self.group)
         return _Work(work, self.ledger, self._on_host, flat, shard)
 
@@ -232,7 +232,7 @@ class ProcessGroupTransport:
         return dist.ReduceOp.SUM
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        with _recording_nothing(), beside(self._side):
+        with _recording_nothing(), on_side(self._side):
             if isinstance(parts, torch.Tensor) and parts.dtype == out.dtype:
                 flat = parts
             else:
@@ -249,7 +249,7 @@ class ProcessGroupTransport:
         return _Work(work, self.ledger, self._on_host, flat, out, *tensors_of(parts))
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        with _recording_nothing(), beside(self._side):
+        with _recording_nothing(), on_side(self._side):
             lay_out(out, parts, layout)
             kind = self._prepare(out, op)
             self._count("all_reduce", out, layout.id)
@@ -299,20 +299,20 @@ class LocalTransport:
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         cast_(flat, shard)
-        return Beside()
+        return SideWork()
 
     @torch.no_grad()
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         lay_out(out, parts, layout)
         if self._divisor != 1:
             out.div_(self._divisor)
-        return Beside()
+        return SideWork()
 
     reduce_scatter = all_reduce  # this rank's part is all of it
 
     def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> Pending:
         out.copy_(mine)
-        return Beside()
+        return SideWork()
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
         return None

@@ -8,7 +8,7 @@ import torch
 
 from zeroweave.comm.around import Around
 from zeroweave.comm.ledger import Ledger, dtype_name
-from zeroweave.comm.pending import Beside, beside, side_of
+from zeroweave.comm.pending import SideWork, on_side, side_of
 from zeroweave.comm.rounding import cast
 from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
@@ -34,7 +34,7 @@ class Skipping(Around):
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._plan("all_gather", flat.dtype, flat.numel(), layout)
-        with beside(self._side), torch.no_grad():
+        with on_side(self._side), torch.no_grad():
             flat.view(layout.world, -1).copy_(cast(shard, flat.dtype))
         return self._filled(flat, shard)
 
@@ -47,7 +47,7 @@ class Skipping(Around):
     def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> Pending:
         if self.world > 1:
             self._planned.record("all_to_all", messages.bucket, "uint8", messages.payload)
-        with beside(self._side), torch.no_grad():
+        with on_side(self._side), torch.no_grad():
             if mine.numel():
                 out.copy_(mine.repeat(-(-out.numel() // mine.numel()))[: out.numel()])
             else:
@@ -62,7 +62,7 @@ class Skipping(Around):
 
     def _zeros(self, kind: str, out: torch.Tensor, layout: Spread) -> Pending:
         self._plan(kind, out.dtype, layout.numel, layout)
-        with beside(self._side), torch.no_grad():
+        with on_side(self._side), torch.no_grad():
             out.zero_()
         return self._filled(out)
 
@@ -75,4 +75,4 @@ class Skipping(Around):
             self._planned.record(kind, layout.id, name, nbytes, layout.group, layout.world)
 
     def _filled(self, *alive: torch.Tensor) -> Pending:
-        return Beside() if self._side is None else self._side.pending(*alive)
+        return SideWork() if self._side is None else self._side.pending(*alive)

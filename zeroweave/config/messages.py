@@ -62,8 +62,8 @@ def nearest(key: str, known: Sequence[str]) -> str | None:
     anywhere: dict[str, str] = {}
     for name in known:
         anywhere.setdefault(name.rpartition(".")[2], name)
-    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == table}
-    for names in ({leaf: anywhere[leaf]} if leaf in anywhere else {}, beside, anywhere):
+    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == table}
+    for names in ({leaf: anywhere[leaf]} if leaf in anywhere else {}, siblings, anywhere):
         for near in difflib.get_close_matches(leaf, names, n=1):
             return names[near]
     return None
@@ -74,8 +74,8 @@ def _suggestion(key: str, known: tuple[str, ...]) -> str:
     if (near := nearest(key, known)) is not None:
         return f"did you mean {near!r}?"
     table = key.rpartition(".")[0]
-    beside = sorted(name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == table)
-    return f"the keys {f'of {table!r} ' if table else ''}are {', '.join(beside)}"
+    siblings = sorted(name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == table)
+    return f"the keys {f'of {table!r} ' if table else ''}are {', '.join(siblings)}"
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "") -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from zeroweave.comm.around import Around
 from zeroweave.comm.choose import LEAST, no_room, refused
 from zeroweave.comm.copy_engine import CopyEngines
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.pending import Beside, beside, side_of
+from zeroweave.comm.pending import SideWork, on_side, side_of
 from zeroweave.comm.places import Places
 from zeroweave.comm.transport import Pending, Transport
 from zeroweave.layout import BucketLayout
@@ -47,10 +47,10 @@ class BufferedGathers(Around):
         if flat.nbytes > self._buffer.nbytes:
             return self._inner.all_gather(flat, shard, layout)
         gathered = self._buffer[: flat.nbytes].view(flat.dtype)
-        with beside(self._side), torch.no_grad():  # the next gather follows this copy, on the same stream
+        with on_side(self._side), torch.no_grad():  # the next gather follows this copy, on the same stream
             self._inner.all_gather(gathered, shard, layout).wait()
             flat.copy_(gathered)
-        return Beside() if self._side is None else self._side.pending(flat, shard)
+        return SideWork() if self._side is None else self._side.pending(flat, shard)
 
     def close(self) -> None:
         """Free the memory. Collective."""

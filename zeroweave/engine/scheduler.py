@@ -278,7 +278,7 @@ class Scheduler:
             )
         self._agreements.schedule(schedule)
         self._journal.tell(
-            "schedule", f"another one was asked for: {settings.beside(self.settings) or 'settings stay'}"
+            "schedule", f"another one was asked for: {settings.changes(self.settings) or 'settings stay'}"
         )
         self._settle_on(settings)
         costs = None if measured is None else schedule.facts.costs

@@ -181,7 +181,7 @@ class ScheduleSettings:
             costs=costs,
         )
 
-    def beside(self, before: ScheduleSettings) -> str:
+    def changes(self, before: ScheduleSettings) -> str:
         """What is not as `before`, in words; "" for nothing."""
         ours, theirs = asdict(self), asdict(before)
         return ", ".join(f"{name} {value}" for name, value in ours.items() if value != theirs[name])
@@ -195,7 +195,7 @@ class ScheduleSettings:
             case "auto":
                 return budget(costs, measured)
             case int(most):
-                return most - costs.beside
+                return most - costs.resident
         return None
 
     def _kept(self, base: Facts, memory: int | None) -> frozenset[int] | Literal["auto"]:

@@ -269,19 +269,19 @@ def _by_modules(given: Mapping[str, Any], parts: EngineContext, lent: Lent) -> d
     Extra state is there by name alone: the modules have it then. What they raise comes as ParameterError.
     """
     grouped, buckets = _grouped(parts), parts.runtime.buckets
-    apart = {key: given[key] for keys in grouped.values() for key in keys if key in given}
+    separate = {key: given[key] for keys in grouped.values() for key in keys if key in given}
     slots = [(slot, buckets[layout.id].shard.dtype) for layout, slot in _slots(parts)]
     full = {slot.name: torch.empty(slot.shape, dtype=dtype, device="cpu") for slot, dtype in slots}
     with lent(full), _buffers_on_host(parts.model):
         try:
-            mine = {key: given[key] for key in given if key not in apart} if apart else given
+            mine = {key: given[key] for key in given if key not in separate} if separate else given
             told = parts.model.load_state_dict(mine, strict=False)
         except Exception as error:  # of any kind: the other ranks wait to be told
             raise ParameterError(f"[ZW208] {type(error).__name__}: {error}") from error
         found = full | dict(persistent_buffers(parts.model)) | extra_states(parts.model)
     for key in (*told.missing_keys, *grouped):
         found.pop(key, None)
-    return found | apart | dict.fromkeys(told.unexpected_keys)
+    return found | separate | dict.fromkeys(told.unexpected_keys)
 
 
 @torch.no_grad()

@@ -81,6 +81,10 @@ class Window(Observer):
     def window_began(self) -> None:
         self._scheduler.window_began()
 
+    def forward_began(self) -> None:
+        if self._parts.optimizer is not None:
+            self._parts.optimizer.offload.recall()
+
     # ------------------------------------------------------------------ backwards
     def scale(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
         """`loss` times the loss scale, divided by the accumulated micro-steps unless told not to."""
@@ -109,9 +113,13 @@ class Window(Observer):
             raise EngineError("[ZW407] a backward of a loss that was made before engine.destroy(): call it before")
         self._scaler.settle_clipping()
         self._shown.show()
+        if (optimizer := self._parts.optimizer) is not None and self.is_boundary():
+            optimizer.offload.run_ahead()
 
     def backward_ended(self, trained: bool) -> None:
         self._shown.hide()
+        if self._parts.optimizer is not None:
+            self._parts.optimizer.offload.stand()
         if not trained:
             return
         self._backwards += 1

@@ -4,8 +4,11 @@
     land     the update finds them on the device: fragments and `optimizer.state` refer to the copies
     lower    the downloads begin; fragments and `optimizer.state` refer to host memory again
 
-So the states of three buckets at most are on the device: those coming, those being updated, those going. What an
-optimizer keeps of a fragment's shape is a moment here; other state, such as a step counter, stays where it is.
+So the states of three buckets at most are on the device: those coming, those being updated, those going. More are
+where the device has slack (`runtime.slack`): then they come from the last backward of the window on, and go until the
+next forward needs their memory. What was written between its upload and its update is uploaded again.
+
+What an optimizer keeps of a fragment's shape is a moment here; other state, such as a step counter, stays where it is.
 
 Moments and masters of few bits come and go in the same way: what is lifted of them are float32 copies.
 """
@@ -14,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -48,11 +50,23 @@ class HostedMoments:
     def nbytes(self) -> int:
         return sum(moment.value.nbytes for moment in self._moments())
 
+    def lifted_nbytes(self) -> int:
+        """Bytes of the device that the uploads take: elements of padding have moments, too."""
+        return sum(host.tensor.nbytes for host in self._hosts.values())
+
     def lift(self) -> None:
         """Starts the uploads."""
         self._transfers.download(self.lower())
         kinds = list(dict.fromkeys(moment.kind for moment in self._moments()))
         self._coming = kinds, self._transfers.upload([self._hosts[kind] for kind in kinds])
+
+    @property
+    def outdated(self) -> bool:
+        """True if the state is another one than was lifted."""
+        if self._coming is None:
+            return True
+        replaced = any(self._views.get((m.slot, m.kind)) is not m.value for m in self._moments())
+        return replaced or self._coming[1].outdated
 
     def abort(self) -> None:
         """Drops what was lifted and is not needed."""
@@ -121,19 +135,66 @@ class StateOffload:
         self._large = [p for each in fragments.values() for p in each.parameters if p.numel() > 1]
         self._lifted: dict[int, Upload | None] = {}
         """bucket -> its master on the way, if that lives in host memory"""
-        self._after: dict[int, int] = {}
-        """bucket -> the one that is updated next"""
+        self._bytes: dict[int, int] = {}
+        """bucket -> those of the device that what was lifted of it takes"""
+        self._order: Sequence[int] = ()
+        """in which buckets are updated, or were in the last step"""
+        self._ahead = False
+        """true from a window's last backward to its update"""
         for moments in self._moments.values():
             transfers.download(moments.lower())
 
     # ------------------------------------------------------------------ the course of an optimizer step
+    def run_ahead(self) -> None:
+        """A backward begins that an update follows: as its calls begin, buckets are lifted while there is slack."""
+        self.recall()
+        self._ahead = True
+        self._transfers.run_ahead(self._lift_ahead)
+
+    def _lift_ahead(self) -> None:
+        try:
+            self._lift_more()
+        except torch.OutOfMemoryError:  # what is free lies in pieces: the update finds more
+            self.stand()
+
+    def stand(self) -> None:
+        """That backward is over: the computation asks for no more memory."""
+        self._transfers.run_ahead(None)
+
+    def recall(self) -> None:
+        """No update follows what was lifted, or one that ended with an exception: it is dropped."""
+        self.stand()
+        self._ahead = False
+        for bucket in list(self._lifted):
+            self.abort(bucket)
+
     def expect(self, order: Sequence[int]) -> None:
         """Buckets will be updated in this order: the first one is lifted now, each further one ahead of its turn."""
-        for bucket in list(self._lifted):
-            self.abort(bucket)  # of a step that ended with an exception
-        self._after = dict(pairwise(order))
-        if order:
-            self._lift(order[0])
+        if not self._ahead:
+            self.recall()
+        self.stand()
+        for bucket in set(self._lifted).difference(order):
+            self.abort(bucket)
+        self._ahead, self._order = False, tuple(order)
+        self._lift_more(least=1)
+
+    def _lift_more(self, after: int | None = None, least: int = 0) -> None:
+        """Lifts the buckets whose turns follow that of `after`, or all: `least` in any case, more while there is slack.
+
+        The uploads keep the order of the turns.
+        """
+        begin = 0 if after is None else self._order.index(after) + 1
+        for turn, bucket in enumerate(self._order[begin:]):
+            if bucket in self._lifted or not self.comes(bucket):
+                continue
+            if turn >= least and self._transfers.slack.room < self._nbytes(bucket):
+                return
+            self._lift(bucket)
+
+    def _nbytes(self, bucket: int) -> int:
+        """Bytes of the device that a bucket takes while it is lifted."""
+        master = self._buckets[bucket].home.master.nbytes if self._buckets[bucket].home.on_host else 0
+        return master + (self._moments[bucket].lifted_nbytes() if bucket in self._moments else 0)
 
     def comes(self, bucket: int) -> bool:
         """True if something that an update of the bucket needs is in host memory."""
@@ -147,14 +208,28 @@ class StateOffload:
     def _lift(self, bucket: int) -> None:
         if bucket in self._lifted or not self.comes(bucket):
             return
-        home = self._buckets[bucket].home
-        self._transfers.retire(1)
-        self._lifted[bucket] = home.lift() if home.on_host else None
-        if bucket in self._moments:
-            self._moments[bucket].lift()
+        home, nbytes = self._buckets[bucket].home, self._nbytes(bucket)
+        self._transfers.make_room(nbytes, most=1)
+        self._count(bucket, nbytes)
+        self._lifted[bucket] = None
+        try:
+            if home.on_host:
+                self._lifted[bucket] = home.lift()
+            if bucket in self._moments:
+                self._moments[bucket].lift()
+        except BaseException:
+            self.abort(bucket)
+            raise
+
+    def _count(self, bucket: int, nbytes: int) -> None:
+        """What is lifted of a bucket takes so many bytes of the device from now on."""
+        self._transfers.slack.add(nbytes - self._bytes.pop(bucket, 0))
+        if nbytes:
+            self._bytes[bucket] = nbytes
 
     def abort(self, bucket: int) -> None:
         """The bucket is not updated."""
+        self._count(bucket, 0)
         if (upload := self._lifted.pop(bucket, None)) is not None:
             upload.wait()
         if bucket in self._moments:
@@ -168,9 +243,11 @@ class StateOffload:
         lifted, by bucket.
         """
         for bucket in buckets:
+            if bucket in self._lifted and self._outdated(bucket):
+                self.abort(bucket)
             self._lift(bucket)
-        if buckets and buckets[-1] in self._after:
-            self._lift(self._after[buckets[-1]])
+        if buckets and buckets[-1] in self._order:
+            self._lift_more(buckets[-1], least=1)
         masters: dict[int, torch.Tensor] = {}
         with ExitStack() as ends:
             for bucket in buckets:
@@ -180,6 +257,11 @@ class StateOffload:
                     if landed.master is not None:
                         masters[bucket] = landed.master
             yield masters
+
+    def _outdated(self, bucket: int) -> bool:
+        master = self._lifted[bucket]
+        moments = self._moments.get(bucket)
+        return (master is not None and master.outdated) or (moments is not None and moments.outdated)
 
     def _lands(self, bucket: int, whole: bool) -> bool:
         return bucket in self._moments or (whole and bucket in self.compact) or self._lifts(bucket, whole)
@@ -229,6 +311,7 @@ class StateOffload:
             raise
         if bucket in self._moments:
             copies += self._moments[bucket].lower()
+        self._count(bucket, 0)
         self._transfers.download(copies)
 
     # ------------------------------------------------------------------ where they live

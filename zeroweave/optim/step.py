@@ -128,10 +128,10 @@ class ShardedOptimizer:
         Whole matrices travel in an order that all ranks share, which that of a step that departs from its schedule is
         not: they are updated when all gradients are there.
         """
-        return self._matrices is None and self._apart
+        return self._matrices is None and self._separable
 
     @property
-    def _apart(self) -> bool:
+    def _separable(self) -> bool:
         """True if buckets may be updated in separate calls."""
         members = members_of(self.optimizer)
         listened_to = any(has_step_hooks(one) or is_step_replaced(one) for one in (self.optimizer, *members))
@@ -149,7 +149,7 @@ class ShardedOptimizer:
         """
         if refused := self.offload.refused_in(self.optimizer.param_groups):
             raise ParameterError(f"[ZW302] nothing was updated: the optimizer's {'; '.join(refused)}")
-        by_bucket, apart = self.by_bucket, self._apart
+        by_bucket, separable = self.by_bucket, self._separable
         order = order if by_bucket else sorted(absent)
         if by_bucket and self._one_pass is not None:
             with self.groups.holding([[] for _ in self._all]):
@@ -178,7 +178,7 @@ class ShardedOptimizer:
 
         def update_when_all_came(buckets: Sequence[int]) -> None:
             waiting.difference_update(buckets)
-            if not waiting and apart:
+            if not waiting and separable:
                 update(order)
             elif not waiting:
                 self._step(taken(order), absent, self._stepped, sorted(self._parts))

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from zeroweave._torch.distributed import all_gather
 from zeroweave.comm.clock import clock_of
-from zeroweave.comm.pending import beside, side_of
+from zeroweave.comm.pending import on_side, side_of
 from zeroweave.comm.process_group import device_of
 from zeroweave.plan.hardware import Calibration, Efficiency
 from zeroweave.ranks.start import start_process_group
@@ -141,7 +141,7 @@ class Ranks:
         beta = max(1e-15, (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))
         return Line(max(0.0, median(t - beta * n for t, n in zip(seconds, sizes, strict=True))), beta)
 
-    def beside(self) -> float:
+    def contention(self) -> float:
         """Seconds by which matmuls are longer for each second of concurrent gathers."""
         matmul, gathers = self.matmul(), 4
         gather = self.gather(self.sizes.gathers[-1], dist.new_group())
@@ -150,7 +150,7 @@ class Ranks:
 
         def lead() -> None:
             matmul()
-            with beside(self._side):
+            with on_side(self._side):
                 for _ in range(gathers):
                     gather()
 
@@ -174,7 +174,7 @@ def measure(device: torch.device) -> Calibration:
         inside = seconds.get("launch", known.launch) + (world - nodes) * seconds.get("hop_inside", known.hop_inside)
         seconds["hop_between"] = max(0.0, (line.alpha - inside) / (nodes - 1))
     if device.type == "cuda" and world > 1:
-        seconds["beside"] = min(0.99, ranks.beside())
+        seconds["contention"] = min(0.99, ranks.contention())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return Calibration(name, world, nodes, rates, seconds)
 

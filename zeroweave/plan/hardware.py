@@ -55,7 +55,7 @@ class Efficiency:
     """The share of what a data sheet says that programs get, and what they wait for. From 0 to 1, and seconds.
 
     matmul, memory and inside are from H200s: 780 of 989 TFLOP/s in large matmuls, 4.24 of 4.8 TB/s in copies, 304 of
-    450 GB/s in an all-gather of 256 MiB. attention, between and host are guesses. beside: by how many seconds
+    450 GB/s in an all-gather of 256 MiB. attention, between and host are guesses. contention: by how many seconds
     computation is longer for each second of a concurrent collective. kernel: from one kernel to the next.
     launch: of a collective; hop_inside, hop_between: from one rank of a ring to the next.
     """
@@ -66,7 +66,7 @@ class Efficiency:
     inside: float = 0.68
     between: float = 0.8
     host: float = 0.8
-    beside: float = TAX
+    contention: float = TAX
     kernel: float = 3e-6
     launch: float = 2e-5
     hop_inside: float = 3e-6
@@ -127,7 +127,7 @@ _TAKES: Final = MappingProxyType(
         "inside": "two ranks in each node",
         "launch": "two ranks in each node",
         "hop_inside": "three ranks in each node",
-        "beside": "two GPUs",
+        "contention": "two GPUs",
         "between": "two nodes",
         "hop_between": "two nodes",
     }
@@ -136,7 +136,7 @@ _TAKES: Final = MappingProxyType(
 
 
 _RateName = Annotated[str, Field(pattern="^(matmul|attention|memory|inside|between|host)$")]
-_SecondsName = Annotated[str, Field(pattern="^(beside|kernel|launch|hop_inside|hop_between)$")]
+_SecondsName = Annotated[str, Field(pattern="^(contention|kernel|launch|hop_inside|hop_between)$")]
 
 
 @dataclass(frozen=True)

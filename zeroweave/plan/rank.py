@@ -59,8 +59,8 @@ from zeroweave.schedule import (
 class _Backwards(Observer):
     """The backwards of one window after another, as the engine's has it."""
 
-    def __init__(self, shown: ParameterVisibility, stage: int) -> None:
-        self._shown, self._stage = shown, stage
+    def __init__(self, shown: ParameterVisibility, stage: int, optimizer: ShardedOptimizer) -> None:
+        self._shown, self._stage, self._optimizer = shown, stage, optimizer
         self._ends = True
 
     def expect(self, ends: bool) -> None:
@@ -72,9 +72,12 @@ class _Backwards(Observer):
 
     def backward_began(self) -> None:
         self._shown.show()
+        if self._ends:
+            self._optimizer.offload.run_ahead()
 
     def backward_ended(self, trained: bool) -> None:
         self._shown.hide()
+        self._optimizer.offload.stand()
 
 
 class _Ran(NamedTuple):
@@ -127,7 +130,7 @@ class Measured:
         schedule = settings.schedule(self.first.record, self._facts, costs, self.first)
         expected = simulate(schedule, costs)
         seconds = expected.seconds + self._beside * self._hidden(expected, schedule)
-        peak = costs.beside + expected.peak
+        peak = costs.resident + expected.peak
         return Planned(schedule, expected, seconds, self.memory, self.activations, self.host, peak)
 
     def _hidden(self, expected: Prediction, schedule: Schedule) -> float:
@@ -206,7 +209,7 @@ class PlannedRank:
             self._calls = Calls(
                 model, runtime, config, access, shown, "cpu", 0, Journal(0), lambda: False, self._program
             )
-            self._backwards = _Backwards(shown, config.stage)
+            self._backwards = _Backwards(shown, config.stage, self._optimizer)
             runtime.attach(self._backwards)
             self._batch = map_tensors(_on_cpu, batch)
             meter.hold(self._held(model, buckets))
@@ -303,7 +306,7 @@ class PlannedRank:
             settings,
             self._facts,
             self._hardware.collective(self._group_size),
-            self._hardware.efficiency.beside,
+            self._hardware.efficiency.contention,
         )
 
 

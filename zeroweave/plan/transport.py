@@ -101,6 +101,12 @@ class PlannedCopies(CopyStream):
         with self._meter.elsewhere():
             return super().zeros(numel, dtype)
 
+    def in_use(self) -> int:
+        return self._clock.allocated()
+
+    def capacity(self) -> int:
+        return self._hardware.gpu.memory
+
     def moves(self, tensor: torch.Tensor) -> bool:
         return tensor.layout == torch.strided  # all tensors are of one subclass here
 

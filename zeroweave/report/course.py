@@ -54,8 +54,8 @@ def farthest(one: Course, other: Course) -> tuple[int, int] | None:
 
     Negative where the first course has less. None where memory is not counted.
     """
-    apart = [mine - theirs for mine, theirs in zip(one.memory, other.memory, strict=False)]
-    return max(enumerate(apart), key=lambda each: abs(each[1])) if apart else None
+    gaps = [mine - theirs for mine, theirs in zip(one.memory, other.memory, strict=False)]
+    return max(enumerate(gaps), key=lambda each: abs(each[1])) if gaps else None
 
 
 @dataclass(frozen=True)

@@ -122,9 +122,9 @@ def nccl(version: tuple[int, ...] | None) -> Check:
 def peer_access() -> Check:
     """Checks that GPUs of this machine can map each other's memory. NCCL gathers by copy engine only where all can."""
     count = torch.cuda.device_count()
-    apart = [f"{a}-{b}" for a, b in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
-    if apart:
-        detail = f"GPUs {', '.join(apart)} cannot reach each other's memory: they exchange through the host's"
+    unreachable = [f"{a}-{b}" for a, b in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
+    if unreachable:
+        detail = f"GPUs {', '.join(unreachable)} cannot reach each other's memory: they exchange through the host's"
         cure = "set CUDA_VISIBLE_DEVICES to GPUs that nvidia-smi topo -p2p r shows as OK, and switch off the IOMMU"
         return Check("peer access", "slow", detail, cure)
     return Check("peer access", "ok", "available" if count > 1 else "needs two GPUs in one machine")

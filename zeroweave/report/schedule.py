@@ -43,8 +43,8 @@ def report(shown: Courses) -> Iterator[str]:
     yield "times in ms; takes: of the collective for Unshard and Reduce, of computation for the others"
     if courses[0].memory:
         yield "memory: flats, gradients in flight and activations, at most up to the next instruction"
-    if len(courses) > 1 and (apart := farthest(*courses[:2])) is not None:
-        index, more = apart
+    if len(courses) > 1 and (difference := farthest(*courses[:2])) is not None:
+        index, more = difference
         which = "more" if more >= 0 else "less"
         yield f"memory differs most at {index}: {size(abs(more))} {which} {courses[0].name} than {courses[1].name}"
     if len(courses) > 1 and not shown.agreed:

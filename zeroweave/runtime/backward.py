@@ -21,6 +21,9 @@ class Observer:
     def window_began(self) -> None:
         """The first forward of a window begins."""
 
+    def forward_began(self) -> None:
+        """An outermost forward begins that is not in a backward."""
+
     def reduces(self) -> bool:
         """True if the backward that begins now reduces."""
         return True

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeroweave._torch.storages import lent
-from zeroweave.comm.pending import beside, side_of
+from zeroweave.comm.pending import on_side, side_of
 
 
 class CopyStream:
@@ -31,6 +31,17 @@ class CopyStream:
         """[numel] in host memory."""
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self.stream is not None)
 
+    def in_use(self) -> int:
+        """Bytes of device memory in use, by the allocator's count; 0 on the CPU, where they are not counted."""
+        return 0 if self.stream is None else torch.cuda.memory_allocated(self._device)
+
+    def capacity(self) -> int:
+        """Bytes of device memory that may be in use: what the allocator holds and what is free; 0 on the CPU."""
+        if self.stream is None:
+            return 0
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free + torch.cuda.memory_reserved(self._device)
+
     def moves(self, tensor: torch.Tensor) -> bool:
         """True if the storage of a tensor may be emptied and filled again; a subclass may keep anything there."""
         plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
@@ -38,7 +49,7 @@ class CopyStream:
 
     def issue(self) -> AbstractContextManager[None]:
         """Copies made inside follow all work that the current stream has been given so far."""
-        return beside(self._side)
+        return on_side(self._side)
 
     def here(self) -> AbstractContextManager[Any]:
         """Inside, the current stream is this one: a wait there holds up this stream, and work that waits for it.

@@ -173,8 +173,10 @@ class Runtime:
         self._training = self.in_backward or (self._trains and torch.is_grad_enabled())
         if first := self._training and not (self.in_backward or self.replay.record):
             self._observer.window_began()
+        if not self.in_backward:
+            self._observer.forward_began()
         if first or not self._training:
-            self.watch_writes(anew=False)
+            self.watch_writes(fresh=False)
         self._forwards.hold_optional()
         if self.graphs is not None and not self.in_backward:
             kind = inputs, self._training, self.replay.micro_step
@@ -185,10 +187,10 @@ class Runtime:
     def _doubt(self, names: str, altered: torch.Tensor) -> bool:
         return self.writes.doubt(names, altered)
 
-    def watch_writes(self, anew: bool = True) -> None:
+    def watch_writes(self, fresh: bool = True) -> None:
         """Starts to watch the forward that runs now; by default it has come to a new template that may write."""
         if not (self.writable or self.in_backward):
-            self.writes.begin(anew)
+            self.writes.begin(fresh)
 
     def _leave_session(self) -> None:
         reads, self._session_reads, self._session = self._session_reads, None, None
@@ -385,7 +387,7 @@ class Runtime:
                     self._observer.backward_began()
         elif task < 0:
             raise EngineError(
-                "[ZW404] an earlier backward did not finish; call engine.zero_grad() and start the window anew"
+                "[ZW404] an earlier backward did not finish; call engine.zero_grad() and start the window again"
             )
         else:
             self._examine(task, trains or accumulates)

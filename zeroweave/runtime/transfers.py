@@ -27,9 +27,10 @@ from zeroweave.comm.transport import Pending, Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
 from zeroweave.runtime.copies import CopyStream
+from zeroweave.runtime.slack import Slack
 
 _CALLS: Final = 8
-"""So many calls of the next forward may begin before the compute stream waits for the last downloads of a step."""
+"""So many calls may begin before the compute stream waits for the last downloads, where memory is not counted."""
 
 
 class HostTensor:
@@ -50,10 +51,18 @@ class HostTensor:
 class Upload:
     """Copies on the device, on their way; to be waited for, because until then their memory must not be freed."""
 
-    __slots__ = ("_tensors", "event")
+    __slots__ = ("_sources", "_tensors", "_versions", "event")
 
-    def __init__(self, tensors: tuple[torch.Tensor, ...], event: torch.Event | None) -> None:
+    def __init__(
+        self, tensors: tuple[torch.Tensor, ...], event: torch.Event | None, sources: Sequence[torch.Tensor] = ()
+    ) -> None:
         self._tensors, self.event = tensors, event
+        self._sources, self._versions = tuple(sources), versions(sources)
+
+    @property
+    def outdated(self) -> bool:
+        """True if what was copied has been written since, as autograd counts writes."""
+        return versions(self._sources) != self._versions
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """The copies, which the current stream may use from here on. To be called once."""
@@ -213,6 +222,10 @@ class _Leaving(NamedTuple):
     event: torch.Event
     tensors: list[torch.Tensor]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
 
 class _Gathering:
     """A gather of shards of which this rank's own is uploaded first."""
@@ -254,6 +267,10 @@ class Transfers:
         self._up, self._down, self._aside = streams(device), streams(device), streams(device)
         self._leaving: deque[_Leaving] = deque()
         self._calls = 0
+        self.slack = Slack(self._up.in_use, self._up.capacity)
+        self._any = False
+        """true once anything has been downloaded"""
+        self._ahead: Callable[[], None] | None = None
 
     def zeros(self, numel: int, dtype: torch.dtype) -> HostTensor:
         """A new tensor [numel] in host memory."""
@@ -271,7 +288,7 @@ class Transfers:
             mark = self._up.mark()
         for host in hosts:
             host.busy_until(mark)
-        return Upload(copies, mark)
+        return Upload(copies, mark, [host.tensor for host in hosts])
 
     @torch.no_grad()
     def download(self, copies: Sequence[Download]) -> None:
@@ -285,11 +302,14 @@ class Transfers:
             mark = self._down.mark()
         for _, host, _ in copies:
             host.busy_until(mark)
+        self._any = True
         if mark is None:  # the copies are over
             return
-        self._leaving.append(_Leaving(self._down.current(), mark, [tensor for tensor, _, _ in copies]))
+        leaving = _Leaving(self._down.current(), mark, [tensor for tensor, _, _ in copies])
+        self._leaving.append(leaving)
+        self.slack.add(leaving.nbytes)
         self._calls = 0
-        self.retire(2)
+        self.make_room(0, most=2)
 
     def snapshot(self, tensors: Sequence[torch.Tensor]) -> Snapshot:
         """The present values of these tensors. To be called when the host may read host tensors (`finish`).
@@ -298,28 +318,47 @@ class Transfers:
         """
         return Snapshot(tensors, self._aside)
 
-    def retire(self, most: int) -> None:
-        """Lets at most so many downloads keep their device tensors: the stream of the oldest waits for the others."""
-        while len(self._leaving) > most:
-            oldest = self._leaving.popleft()
-            oldest.stream.wait_event(oldest.event)
+    def make_room(self, nbytes: int, most: int) -> None:
+        """Lets more than `most` downloads keep their device tensors only where there is room for so many bytes."""
+        while len(self._leaving) > most and self.slack.room <= nbytes:
+            self._retire()
+
+    def _retire(self) -> None:
+        """Frees the device tensors of the oldest download: the stream that they belong to waits for it."""
+        oldest = self._leaving.popleft()
+        oldest.stream.wait_event(oldest.event)
+        self.slack.add(-oldest.nbytes)
+
+    def run_ahead(self, lift: Callable[[], None] | None) -> None:
+        """Until told otherwise, `lift` is called as calls begin: it may begin uploads for which there is `slack`."""
+        self._ahead = lift
+        if lift is not None:
+            self.slack.measure()
 
     def sweep(self) -> None:
-        """Called as calls begin: frees the device tensors of downloads that are over.
+        """Called as calls begin: frees the device tensors of downloads that are over, and begins uploads.
 
-        The host is ahead of the device and may find none over that will be, so after some calls the stream waits.
+        The host is ahead of the device and may find none over that will be. So the stream waits for them once there is
+        no room, or, where memory is not counted, after some calls.
         """
-        if not self._leaving:
+        if not self._any:
             return
+        self.slack.call_begins()
         self._calls += 1
-        while self._leaving and (self._calls > _CALLS or self._leaving[0].event.query()):
-            self.retire(len(self._leaving) - 1)
+        while self._leaving and (self._leaving[0].event.query() or self._is_time()):
+            self._retire()
+        if self._ahead is not None:
+            self._ahead()
+
+    def _is_time(self) -> bool:
+        return self.slack.room <= 0 if self.slack.counts else self._calls > _CALLS
 
     def finish(self) -> None:
         """The host waits for all copies: it may read and write host tensors from here on."""
         self._up.finish()
         self._down.finish()
-        self.retire(0)
+        while self._leaving:
+            self._retire()
 
     # ------------------------------------------------------------------ gathers
     def gather(self, transport: Transport, flat: torch.Tensor, shard: HostTensor, layout: BucketLayout) -> Pending:

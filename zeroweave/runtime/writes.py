@@ -34,9 +34,9 @@ class Writes:
         """The buckets have values: the next windows are watched."""
         self._left = WATCHED
 
-    def begin(self, anew: bool) -> None:
-        """A window's first forward begins. `anew`: True if it has come to a new kernel that may write."""
-        if anew and self._left is not None:
+    def begin(self, fresh: bool) -> None:
+        """A window's first forward begins. `fresh`: True if it has come to a new kernel that may write."""
+        if fresh and self._left is not None:
             self._left = WATCHED
         captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if self._left and self._found is None and not captures:

@@ -3,7 +3,7 @@
     room                what PyTorch has, and what else is free
     - margin            for what is not foreseen
     - reserve           for batches that grow
-    - beside            model state, and everything else that no pass can change
+    - resident          model state, and everything else that no pass can change
     = flats, reductions in flight, activations
 
 Passes see what these take together. The device has more: places, in which copy engines gather, are always there,
@@ -38,12 +38,12 @@ def reserve(costs: Costs) -> int:
 
 def fixed(costs: Costs) -> int:
     """Bytes that are in use at most and belong to no flat: the same by any schedule."""
-    return costs.beside + max(costs.activations, default=0)
+    return costs.resident + max(costs.activations, default=0)
 
 
 def foreseen(costs: Costs, schedule: Schedule) -> int:
     """Bytes that will be in use at most with `schedule`."""
-    return costs.beside + simulate(schedule, costs).peak
+    return costs.resident + simulate(schedule, costs).peak
 
 
 def budget(costs: Costs, measured: Schedule) -> int | None:
@@ -79,7 +79,7 @@ def taken(schedule: Schedule, costs: Costs) -> int:
 
 def _free(costs: Costs) -> int:
     """Bytes for all that schedules decide about."""
-    return costs.room - margin(costs) - reserve(costs) - costs.beside
+    return costs.room - margin(costs) - reserve(costs) - costs.resident
 
 
 def _no_less(fills: int, costs: Costs, measured: Schedule) -> int | None:

@@ -66,7 +66,7 @@ class Costs:
     activations[i]: bytes without the model's state, all flats and reductions in flight while event i is the last,
     against the start of the step, as if none of them were moved to host memory. copy: of such a move, by its bytes,
     no time where nothing was moved; moves: what any rank can move. filled: bytes of flats, reductions in flight and
-    activations at most while it was measured; beside: of everything else, model state included; room: bytes that could
+    activations at most while it was measured; resident: of everything else, model state included; room: bytes that could
     be allocated at most; 0 where that is unknown. held[i]: bytes, without its gradient flat, that event i, if it is a
     reduction, has until it is settled; empty where that is unknown.
     """
@@ -79,7 +79,7 @@ class Costs:
     reduce: Line
     activations: tuple[int, ...]
     filled: int = 0
-    beside: int = 0
+    resident: int = 0
     copy: Line = Line()
     moves: tuple[Move, ...] = ()
     room: int = 0
@@ -116,7 +116,7 @@ class Costs:
             reduce=line([r.reduce for r in ranks]),
             activations=tuple(map(max, zip(*map(stays, ranks), strict=True))),
             filled=max(r.filled for r in ranks),
-            beside=max(r.beside for r in ranks),
+            resident=max(r.resident for r in ranks),
             copy=line([r.copy for r in ranks]),
             moves=moves,
             room=min(r.room for r in ranks),
@@ -125,7 +125,7 @@ class Costs:
 
     def higher(self, nbytes: int) -> Costs:
         """With so many bytes more in use with any schedule."""
-        return replace(self, beside=self.beside + nbytes)
+        return replace(self, resident=self.resident + nbytes)
 
     @property
     def peak(self) -> int:
@@ -133,7 +133,7 @@ class Costs:
 
         Merged: no less than of any rank.
         """
-        return self.filled + self.beside
+        return self.filled + self.resident
 
     def seconds(self, kind: Kind, bucket: int, nbytes: int) -> float:
         """How long a collective takes once it runs."""

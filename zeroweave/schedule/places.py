@@ -22,19 +22,19 @@ def assign(
     buckets choose first, each the lowest place that it can have: they share what is large. Those of equal size choose
     in the order of their first gathers.
     """
-    beside: dict[int, set[int]] = {}  # with which others a bucket is gathered at some time
+    neighbours: dict[int, set[int]] = {}  # with which others a bucket is gathered at some time
     live: set[int] = set()
     for index, instruction in enumerate(instructions):
         match instruction:
             case Unshard(bucket) if index in gathers and bucket in facts.placed:
-                beside.setdefault(bucket, set()).update(live)
+                neighbours.setdefault(bucket, set()).update(live)
                 for other in live:
-                    beside[other].add(bucket)
+                    neighbours[other].add(bucket)
                 live.add(bucket)
             case Reshard(bucket) if index in drops:
                 live.discard(bucket)
     places: dict[int, int] = {}
-    for bucket in sorted(beside, key=lambda each: -facts.sizes[each]):
-        taken = {places[other] for other in beside[bucket] if other in places}
+    for bucket in sorted(neighbours, key=lambda each: -facts.sizes[each]):
+        taken = {places[other] for other in neighbours[bucket] if other in places}
         places[bucket] = next(place for place in count() if place not in taken)
     return places

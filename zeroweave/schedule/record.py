@@ -173,14 +173,14 @@ class Step:
                 kind, bucket, issued, over = sent[index]
                 places[index] = len(operations)
                 facts = schedule.facts.by_id[bucket]
-                beside = schedule.by_copy_engine(kind, bucket)
+                by_engine = schedule.by_copy_engine(kind, bucket)
                 # One that is over before its predecessor ran concurrently with it, as gloo's may.
-                start = free[beside] if issued < free[beside] < over else issued
-                after = f"{lane[beside]}, which ran before it" if start > issued else last
-                free[beside] = max(over, free[beside])
+                start = free[by_engine] if issued < free[by_engine] < over else issued
+                after = f"{lane[by_engine]}, which ran before it" if start > issued else last
+                free[by_engine] = max(over, free[by_engine])
                 what = kind, facts.id, facts.name, facts.nbytes, index
                 operations.append(Operation(*what, issued, start, over, 0.0, after))
-                lane[beside] = f"the {kind} of {facts.name}"
+                lane[by_engine] = f"the {kind} of {facts.name}"
             if is_event(instruction):
                 last = schedule.describe(instruction)
         return cls(schedule, tuple(moments), tuple(operations), tuple(Copy(*each) for each in copies), waits)
@@ -257,7 +257,7 @@ def costs_of(steps: Sequence[Step], room: int = 0) -> Costs:
     )
     peak = max(moment.most for step in steps for moment in step.moments)
     filled = simulate(steps[0].schedule, costs).peak if peak else 0
-    return replace(costs, filled=filled, beside=peak - filled)
+    return replace(costs, filled=filled, resident=peak - filled)
 
 
 def _times(steps: Sequence[Step], kind: Kind) -> tuple[Line, dict[int, float]]:

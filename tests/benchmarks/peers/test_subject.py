@@ -63,3 +63,18 @@ def test_the_mask_is_left_out_or_made_with_the_same_loss() -> None:
         losses.append(subject.loss(model(**subject.batch(tokens))))
     assert masks == [False, __version__.startswith("4.")]  # 5 makes none where nothing is padded
     torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize("hf", HOW)
+def test_low_rank_layers_alone_are_trained(hf: Attention) -> None:
+    subject = Subject(SHAPES["tiny"], hf, lora=4)
+    model = subject.on_meta(torch.float32)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 4 * 2, "two matrices for each projection of attention in two layers"
+    assert all(".up." in name or ".down." in name for name in trained)
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    model = subject.build(CPU, torch.bfloat16)
+    tokens = torch.randint(0, 512, (2, 32))
+    subject.loss(model(**subject.batch(tokens))).backward()  # type: ignore[no-untyped-call]
+    assert all((p.grad is not None and bool(p.grad.any())) is p.requires_grad for p in model.parameters())

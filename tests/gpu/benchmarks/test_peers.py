@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import host_profile, lm
+from benchmarks.peers.step_graph import WARM
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -35,6 +36,21 @@ def test_all_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     backwards = [name for name in names.split(",") if name != "compute-graphs"]
     for name in backwards if host_profile.PER_THREAD else []:
         assert "the thread that runs backwards" in (tmp_path / f"host-{name}.txt").read_text()
+
+
+@pytest.mark.parametrize("stage", ["z3", "z2"])
+def test_a_step_of_fsdp2_is_one_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str) -> None:
+    names = [f"fsdp2-{setting}{stage}" for setting in ("ce-graphs-", "graphs-", "ce-")]
+    rows = run(
+        f"--model small --seq 256 --gas 2 --lower aot_eager --impl {','.join(names)} --profile", tmp_path, capsys
+    )
+    copies, kernels, eager = (rows[name] for name in names)
+    for row in (copies, kernels):
+        assert row["details"]["graphed_steps"] == 8 - WARM
+        assert row["losses"] == pytest.approx(eager["losses"], abs=5e-3)
+        assert row["note"] is None
+        assert 0.8 * eager["steady_gib"] < row["steady_gib"] <= row["device_gib"], "with the graph's memory"
+    assert "AllGather" in kernels["profile"] and "AllGather" not in copies["profile"]
 
 
 def test_steady_memory_has_what_replays_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,13 +55,13 @@ class Saved:
         self._parts, self._runtime, self._control = parts, parts.runtime, parts.control
         self._window, self._step, self._faults = window, step, faults
 
-    def content(self, client: Mapping[str, Any], data: Any, apart: bool) -> Callable[[], Content]:
+    def content(self, client: Mapping[str, Any], data: Any, in_thread: bool) -> Callable[[], Content]:
         """What this rank has to write, once it is asked for. Collective.
 
-        `apart`: in another thread, while the engine continues.
+        `in_thread`: in another thread, while the engine continues.
         """
         told = {**self._position(data), **self._extra()}
-        return partial(self._content, self._own_buffers(), told, client, apart)
+        return partial(self._content, self._own_buffers(), told, client, in_thread)
 
     def _own_buffers(self) -> dict[str, torch.Tensor]:
         """Rank 0's, by name, and those of this rank that differ from them. Collective."""
@@ -89,7 +89,7 @@ class Saved:
         return {} if mine == first else {f"rank/{rank}/{name}": mine}
 
     def _content(
-        self, buffers: Mapping[str, torch.Tensor], told: Mapping[str, Any], client: Mapping[str, Any], apart: bool
+        self, buffers: Mapping[str, torch.Tensor], told: Mapping[str, Any], client: Mapping[str, Any], in_thread: bool
     ) -> Content:
         """What this rank has to write; of its values, those in `told` are known."""
         self._runtime.transfers.finish()
@@ -106,7 +106,7 @@ class Saved:
             values |= self._facts() | {"client": plain.encode(dict(client), "client_state", stored)}
             others += [(Part.of(name, value), value) for name, value in stored.tensors.items()]
         parts += [part for part, _ in others]
-        if not apart:
+        if not in_thread:
             return Content(parts, self._faults.amid(self._tensors(others), "write"), values)
         resting = {bucket.id: self._at_rest(bucket) for bucket in buckets}
         snapshots = {

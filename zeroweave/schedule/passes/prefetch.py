@@ -68,7 +68,7 @@ def _in_time(schedule: Schedule, costs: Costs, most: int) -> Schedule:
     instructions = schedule.instructions
     events = Events(schedule, costs)
     begins = [0.0, *accumulate(costs.compute)]  # of each event, if nothing waited
-    reductions, beside = _reductions_end(schedule, costs, begins), [0.0] * (len(begins) + 1)
+    reductions, engine = _reductions_end(schedule, costs, begins), [0.0] * (len(begins) + 1)
     moved: dict[int, list[Instruction]] = {}
     taken: set[int] = set()
     later = float("inf")  # when the gather after it must start at the latest
@@ -76,7 +76,7 @@ def _in_time(schedule: Schedule, costs: Costs, most: int) -> Schedule:
         nbytes = schedule.facts.by_id[bucket].nbytes
         seconds = costs.seconds("all_gather", bucket, nbytes) * _MARGIN
         over = min(begins[events.before[wait]], later)
-        lane = beside if schedule.by_copy_engine("all_gather", bucket) else reductions
+        lane = engine if schedule.by_copy_engine("all_gather", bucket) else reductions
         event = here = events.before[index]
         while event > events.before[behind] and max(begins[event], lane[event]) + seconds > over:
             if not events.fits(nbytes, event - 1, event, most):
