@@ -70,18 +70,21 @@ def _namespace(*prefix: str) -> Iterator[int]:
 
 @contextmanager
 def two_nodes(way: str, ranks: int = 1, mbit: int | None = None) -> Iterator[list[Node]]:
-    """Two namespaces with an interface to each other, of `mbit` megabits a second each way (None: as fast as it is).
+    """Two namespaces, node-0 and node-1, with an interface to each other.
+
+    It has `mbit` megabits a second each way (None: as fast as it is).
 
     `way`: of the rendezvous, "c10d" or "static". OSError where this machine does not let us.
     """
     with ExitStack() as ends:
-        first = ends.enter_context(_namespace("unshare", "--map-root-user", "--net"))
-        enter = ["nsenter", "--preserve-credentials", "--user", "--net", "-t"]
-        second = ends.enter_context(_namespace(*enter, str(first), "unshare", "--net"))
+        first = ends.enter_context(_namespace("unshare", "--map-root-user", "--net", "--uts"))
+        enter = ["nsenter", "--preserve-credentials", "--user", "--net", "--uts", "-t"]
+        second = ends.enter_context(_namespace(*enter, str(first), "unshare", "--net", "--uts"))
         nodes = []
         _ran(*enter, first, *"ip link add z0 type veth peer name z1 netns".split(), second)
         for number, process in enumerate((first, second)):
             address, interface = f"10.77.0.{number + 1}", f"z{number}"
+            _ran(*enter, process, "sh", "-c", f"echo node-{number} > /proc/sys/kernel/hostname")
             _ran(*enter, process, "ip", "addr", "add", f"{address}/24", "dev", interface)
             for each in ("lo", interface):
                 _ran(*enter, process, "ip", "link", "set", each, "up")

@@ -57,8 +57,8 @@ note()
 while engine.global_steps < steps:
     generator = torch.Generator().manual_seed(10 * engine.global_steps + engine.rank)
     engine.train_step(torch.randint(-4, 5, (2, 16), generator=generator).float(), lambda output, _: output)
+    note()  # first: what is saved has been noted, whenever the node is killed
     engine.save(folder / "saved")
-    note()
 engine.destroy()
 """
 
@@ -115,6 +115,9 @@ def test_a_node_is_killed(victim: int, nodes: list[Node], tmp_path: Path) -> Non
         assert launchers[1 - victim].wait(4 * DEADLINE) not in (0, 143), log.read_text()
         print(f"ended {time.monotonic() - killed:.1f} s after the node:", log.read_text()[-2000:])
         assert job.running() == {}
+        # with rank 0's node the rendezvous is gone, of which the launcher tells
+        named = ("on node-0", "10.77.0.1:") if victim == 0 else ("on node-1",)
+        assert any(name in log.read_text() for name in named), log.read_text()
         before = digests(tmp_path)
         (launcher,) = launch(job, [Node([], ["127.0.0.1"], "lo", ["-n", "2"])], tmp_path, 0, int(before[-1][0]) + 2)
         assert launcher.wait(200) == 0, (tmp_path / "log-0").read_text()

@@ -49,7 +49,16 @@ from zeroweave.ranks.channel import LOOK_SECONDS
 from zeroweave.ranks.control import NO_ANSWER, Control
 from zeroweave.ranks.coordinator import PARTING_SECONDS, POLL_SECONDS
 from zeroweave.ranks.differ import ADVICE, in_vain
-from zeroweave.ranks.process import RunningClock, end_process, is_stopped, note, stacks_folder, write_stacks
+from zeroweave.ranks.process import (
+    RunningClock,
+    end_process,
+    host_of,
+    is_stopped,
+    note,
+    own,
+    stacks_folder,
+    write_stacks,
+)
 from zeroweave.ranks.rules import SILENCE
 from zeroweave.ranks.status import Failure, Status, Trail, Wait, describe, steady
 
@@ -299,7 +308,9 @@ class Alarm:
             return f"{why}; this rank has issued {issued} and is in step {self._step()}", False
         if lost is not None:
             over = self._asked is not None or now - lost > LOST_SECONDS
-            return ("the process of rank 0 has gone without a word", False) if over else None
+            host = host_of(self._rank_0)
+            on = "" if host == host_of(own()) else f" on {host}"
+            return (f"the process of rank 0{on} has gone without a word", False) if over else None
         collective, asked = self._trail.waiting, self._asked
         waits = [self._control.waiting, asked and asked.since, collective and collective[1]]
         since = max((self._clock.at(time) for time in waits if time is not None), default=None)

@@ -21,7 +21,7 @@ from zeroweave.ranks.channel import LOOK_SECONDS, WELCOME, Codec, Connection, Fo
 from zeroweave.ranks.differ import Issued, advice, explain, same
 from zeroweave.ranks.process import RunningClock, is_stopped, shares_machine
 from zeroweave.ranks.rules import late, verdict, waits_in_vain
-from zeroweave.ranks.status import Failure, Member, Status, Trail, names, steady, tell
+from zeroweave.ranks.status import Failure, Member, Status, Trail, names, nodes, steady, tell
 
 POLL_SECONDS: Final = 0.1
 """How often the coordinator looks, and ranks tell where they are, while a failure is open."""
@@ -223,7 +223,10 @@ class Coordinator:
         lost = self._lost.intersection(missing)
         if not lost and now - self._since <= deadline:
             return
-        who = names({rank: f" (last seen at '{self._members[rank].place}')" for rank in sorted(lost or missing)})
+        on = nodes(self._members)
+        who = names(
+            {rank: f"{on[rank]} (last seen at '{self._members[rank].place}')" for rank in sorted(lost or missing)}
+        )
         label = next(iter(self._brought.values())).label
         how = "for its connection was lost" if lost else f"within the deadline of {deadline:g} s"
         error = AgreementError(f"[ZW502] at '{label}': {who} did not arrive {how}")
@@ -343,7 +346,8 @@ class Coordinator:
             self._tell_all("verdict", found, [], False)
             self._tell_all("often", False)
             return
-        told = {rank: tell(rank, failure) for rank, failure in list(failures.items())[: _TOLD + 1]}
+        on = nodes(self._members)
+        told = {rank: tell(rank, failure, on[rank]) for rank, failure in list(failures.items())[: _TOLD + 1]}
         reason = "; ".join(list(told.values())[:_TOLD])
         self._end(reason, any(failure.missed for failure in failures.values()), found, told)
 

@@ -40,6 +40,11 @@ def own() -> str:
     return f"{_here()} {os.getpid()}"
 
 
+def host_of(process: str) -> str:
+    """The host name of the machine of a process."""
+    return process.partition(" ")[0]
+
+
 def is_gone(process: str) -> bool:
     """Has it certainly ended?"""
     return _state(process) in ("", "Z", "X")

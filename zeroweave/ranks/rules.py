@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from zeroweave.ranks.status import Member, names
+from zeroweave.ranks.status import Member, names, nodes
 
 ALIKE_SECONDS: Final = 10.0
 """How long a failure waits for ranks that have begun a collective of the program's own which the failed one had not.
@@ -95,7 +95,8 @@ def late(members: Sequence[Member], now: float, deadline: float) -> str | None:
         if now - begin <= deadline:
             continue
         if all(m.stopped or m.gone or m.looks >= SILENCE or m.heard > begin + deadline for m in missing.values()):
-            told = names({each: f" ({_of(missing[each])})" for each in missing})
+            on = nodes(members)
+            told = names({each: f"{on[each]} ({_of(missing[each])})" for each in missing})
             found = (
                 f"{told} did not come to collective {wait.number} ('{wait.text}') within the deadline of {deadline:g} s"
             )

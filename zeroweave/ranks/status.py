@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from zeroweave.ranks.differ import Issued
+from zeroweave.ranks.process import host_of
 
 T = TypeVar("T")
 
@@ -164,8 +165,14 @@ def steady(read: Callable[[], T]) -> T:
     return read()
 
 
-def tell(rank: int, failure: Failure) -> str:
-    return f"rank {rank} failed in {failure.place} at step {failure.step}: {failure.error}"
+def nodes(members: Sequence[Member]) -> list[str]:
+    """Of each rank: " on " and its host, where ranks are on several; "" for all otherwise."""
+    hosts = [host_of(member.process) for member in members]
+    return [f" on {host}" if host and len({*hosts} - {""}) > 1 else "" for host in hosts]
+
+
+def tell(rank: int, failure: Failure, node: str = "") -> str:
+    return f"rank {rank}{node} failed in {failure.place} at step {failure.step}: {failure.error}"
 
 
 def describe(error: BaseException, limit: int = 2000) -> str:

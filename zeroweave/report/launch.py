@@ -54,6 +54,7 @@ def launch(arguments: Sequence[str]) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -74,6 +75,10 @@ def launch(arguments: Sequence[str]) -> int:
             rank, code, reason = cause(error, Path(own))
             print(f"zeroweave: rank {rank} failed with {exit_reason(code)}{reason}", file=sys.stderr)
             return code if code > 0 else 128 - code
+        except RendezvousConnectionError:
+            where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+            print(f"zeroweave: the rendezvous at {where} does not answer: its node may be gone", file=sys.stderr)
+            return 1
         except (SignalException, KeyboardInterrupt) as stop:
             number = getattr(stop, "sigval", signal.SIGINT)
             print(f"zeroweave: ended by {number.name}", file=sys.stderr)
