@@ -142,7 +142,7 @@ class _Landed(NamedTuple):
     here: tuple[torch.Tensor, ...]
     """see `Shard.here`"""
     master: torch.Tensor | None
-    """of that, where it is not at hand"""
+    """one tensor of the device, where the master at rest is none"""
     compact: CompactMoments | None
     random: torch.Tensor | None
     """room for the noise by which both are rounded"""
@@ -297,6 +297,7 @@ class StateOffload:
         """
         home, moments, master, random = self._buckets[bucket].home, self._moments.get(bucket), None, None
         compact = self.compact.get(bucket) if whole else None
+        joins = whole if home.is_split else bool(home.hosts)
         come = self._lifted[bucket].wait() if bucket in self._lifted else ()
         here = home.here(come[: len(home.hosts)])
         try:
@@ -305,7 +306,7 @@ class StateOffload:
             if compact is not None:
                 random = compact.room_for_noise()
                 compact.land()
-            if whole if home.is_split else home.hosts:
+            if joins:
                 master = home.join(here)
         except BaseException:
             if compact is not None:
