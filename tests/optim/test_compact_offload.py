@@ -227,7 +227,7 @@ def test_states_that_were_there_before_are_taken_over() -> None:
 
     here, there = (World(build_net(), stepped, 2, BF16, offload, compact=True) for offload in ("", "optimizer"))
     assert_at_home(there)
-    assert set(key for _, key in states(there)) == set(CODES) and differing(here, there) == []
+    assert {key for _, key in states(there)} == set(CODES) and differing(here, there) == []
     assert differing(*(train(world, range(2)) for world in (here, there))) == []
 
 
