@@ -1,11 +1,11 @@
 """A bucket's shard: the master, what is gathered of it, and where both live.
 
-             master (`values`, `put`)              source (what is gathered)
-on device    one tensor, rounded as it is gathered
-split        its bfloat16 and a remainder          the bfloat16: one tensor
-few off      the same, the remainder off           the bfloat16, in device memory
-master off   host memory                           device memory, in the dtype of the computation
-both off     host memory                           host memory, the same tensor where the dtypes are the same
+                 master (`values`, `put`)              source (what is gathered)
+on device        one tensor, rounded as it is gathered
+split            its bfloat16 and a remainder          the bfloat16: one tensor
+remainder off    the same, that in host memory         the bfloat16, in device memory
+master off       host memory                           device memory, in the dtype of the computation
+both off         host memory                           host memory, the same tensor where the dtypes are the same
 
 In a group of one rank a source on the device is the flat, too, where it has the flat's dtype.
 Around an update what is in host memory is on the device (`here`). A split master may be put together there (`join`).
@@ -23,8 +23,8 @@ from zeroweave.comm.transport import Gatherer, Transport
 from zeroweave.layout import BucketLayout
 from zeroweave.runtime.transfers import Download, HostTensor, Transfers, UploadingGatherer
 
-_FEW: Final = torch.int8
-"""Of a remainder of few bits. The master has no more, so that alone travels."""
+_COMPACT: Final = torch.int8
+"""The remainder of a compact master, which has 24 bits: that alone goes to host memory, and no float32."""
 
 
 def whole(at_rest: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -65,15 +65,15 @@ class Shard:
         self._host_source: HostTensor | None = None
         self._remainder: torch.Tensor | None = None
         """what the source lacks, if the master is split"""
-        few_off = master_off and not source_off and self._kind == _FEW
-        self.movable = wider and master_off and not source_off and not few_off
+        remainder_off = master_off and not source_off and self._kind == _COMPACT
+        self.movable = wider and master_off and not source_off and not remainder_off
         """True if the master can be in either memory"""
         kind = torch.float32 if wider else dtype
         if source_off or self.movable:
             self._host = transfers.zeros(self._numel, kind)
             self.master = self._host.tensor
         elif self._kind is not None:
-            self.master = self._split(self._kind, few_off)
+            self.master = self._split(self._kind, remainder_off)
         else:
             self.master = transport.empty(self._numel, kind)
         """without memory at rest if it is split: it has memory while it is lifted"""
