@@ -14,6 +14,7 @@ from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.lion import Lion
 from zeroweave.optim.moments import moments_of
 from zeroweave.optim.scaler import Scaled
+from zeroweave.runtime.shard import whole
 from zeroweave.runtime.slack import Slack
 from zeroweave.runtime.transfers import Download, Transfers, Upload
 
@@ -35,9 +36,9 @@ KINDS: dict[str, MakeOptimizer] = {
 }
 
 
-def trained(make: MakeOptimizer, offload: str, dtype: torch.dtype) -> World:
+def trained(make: MakeOptimizer, offload: str, dtype: torch.dtype, split: bool = False) -> World:
     """Parameters without gradients in some steps, and one that has its first in the third."""
-    world = World(build_net(), make, 3, dtype, offload)
+    world = World(build_net(), make, 3, dtype, offload, split=split)
     for step in range(STEPS):
         without = {"tiny"} if step < 2 else {"layers.1.weight", "scalar"} if step == 2 else set()
         world.step(random_gradients(world.ranks[0].model, step, without))
@@ -57,18 +58,19 @@ def equal(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "split"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
 @pytest.mark.parametrize("offload", ["optimizer", "params"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bit_equal_to_states_on_the_device(kind: str, offload: str, dtype: torch.dtype) -> None:
-    here, there = trained(KINDS[kind], "", dtype), trained(KINDS[kind], offload, dtype)
+def test_bit_equal_to_states_on_the_device(kind: str, offload: str, dtype: torch.dtype, split: bool) -> None:
+    here, there = trained(KINDS[kind], "", dtype), trained(KINDS[kind], offload, dtype, split)
     assert equal(here.parameters(), there.parameters())
     for mine, theirs in zip(here.ranks, there.ranks, strict=True):
         assert all(equal(a, b) for a, b in zip(states(mine), states(theirs), strict=True))
         assert mine.sharded.memory() == theirs.sharded.memory()
         for view in theirs.views.values():
             home = view.home
-            assert torch.equal(home.source, cast(home.master, dtype)), "what is gathered is out of date"
+            assert torch.equal(home.source, cast(whole(home.at_rest), dtype)), "what is gathered is out of date"
+            assert home.is_split == (split and offload == "optimizer" and view.layout.trainable)
             assert bool(home.hosts) == (offload == "params" or (view.layout.trainable and dtype != torch.float32))
 
 
@@ -299,9 +301,17 @@ def test_after_an_exception_in_the_optimizer_states_are_where_they_were() -> Non
     step(rank, 2)
 
 
-@pytest.mark.parametrize(("dtype", "offload"), [(torch.bfloat16, "optimizer"), (torch.float32, "params")])
-def test_moving_changes_no_value(dtype: torch.dtype, offload: str) -> None:
-    here, there = (World(build_net(), KINDS["adamw"], 2, dtype, each) for each in ("", offload))
+@pytest.mark.parametrize(
+    ("dtype", "offload", "masters"),
+    [
+        (torch.bfloat16, "optimizer", {}),
+        (torch.bfloat16, "optimizer", {"split": True}),
+        (torch.bfloat16, "optimizer", {"compact": True}),
+        (torch.float32, "params", {}),
+    ],
+)
+def test_moving_changes_no_value(dtype: torch.dtype, offload: str, masters: dict[str, bool]) -> None:
+    here, there = (World(build_net(), KINDS["adamw"], 2, dtype, each, **masters) for each in ("", offload))
     for index in range(6):
         for world in (here, there):
             world.step(random_gradients(world.ranks[0].model, index))
@@ -312,6 +322,7 @@ def test_moving_changes_no_value(dtype: torch.dtype, offload: str) -> None:
                 states_of.move(bucket, on_host=index % 2 == 1)
             assert one.sharded.memory() == total
             moments = sum(v.nbytes for state in states(one) for v in state.values() if v.dim())
+            moments = sum(each.nbytes for each in states_of.compact.values()) or moments
             assert states_of.host_nbytes() == (moments if index % 2 == 1 else 0)
     assert equal(here.parameters(), there.parameters())
     for mine, theirs in zip(here.ranks, there.ranks, strict=True):

@@ -105,11 +105,6 @@ class Config(_Explained):
                 "[ZW103] precision.optimizer 'compact' keeps what is gathered on the device, and offload.params in "
                 "host memory: leave offload.params out, or set precision.optimizer to 'full'"
             )
-        if self.precision.optimizer == "compact" and self.offload.optimizer == "adaptive":
-            raise ValueError(
-                "[ZW103] precision.optimizer 'compact' has all of its states in one memory, and offload.optimizer "
-                "'adaptive' moves them: set offload.optimizer to 'all' or 'none', or precision.optimizer to 'full'"
-            )
         if "tensorboard" in self.log.to and self.log_dir is None:
             raise ValueError("[ZW103] log.to 'tensorboard' writes to log_dir: set that to a folder")
         return self

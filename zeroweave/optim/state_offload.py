@@ -354,7 +354,9 @@ class StateOffload:
     def nbytes(self, bucket: int) -> int:
         """Bytes that the device has more to hold if the states of a bucket live there."""
         home = self._buckets[bucket].home
-        moments = sum(moment.value.nbytes for moment in moments_of(self._fragments[bucket], self._optimizer.state))
+        held = moments_of(self._fragments[bucket], self._optimizer.state)
+        moments = sum(moment.value.nbytes for moment in held)
+        moments += self.compact[bucket].nbytes if bucket in self.compact else 0
         return moments + (home.saves if home.movable else 0)
 
     def host_nbytes(self) -> int:

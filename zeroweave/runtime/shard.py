@@ -14,7 +14,6 @@ Around an update what is in host memory is on the device (`here`). A split maste
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 import torch
 
@@ -22,9 +21,6 @@ from zeroweave.comm.rounding import cast, cast_, join_, split_
 from zeroweave.comm.transport import Gatherer, Transport
 from zeroweave.layout import BucketLayout
 from zeroweave.runtime.transfers import Download, HostTensor, Transfers, UploadingGatherer
-
-_COMPACT: Final = torch.int8
-"""The remainder of a compact master, which has 24 bits: that alone goes to host memory, and no float32."""
 
 
 def whole(at_rest: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -41,7 +37,7 @@ class Shard:
     The master of trained parameters has at least float32: the optimizer updates it, and it is rounded to make the
     source. `master_off`: the master is in host memory if it is wider than the source; `source_off`: all is.
     `remainder`: a float32 master of bfloat16 on the device is kept as its source and a remainder, see `comm.rounding`,
-    of this dtype: int16, or int8, which has no room for 8 bits of it. With `master_off` an int8 is in host memory.
+    of this dtype: int16, or int8, which has no room for 8 bits of it. With `master_off` it is in host memory.
     """
 
     def __init__(
@@ -65,15 +61,14 @@ class Shard:
         self._host_source: HostTensor | None = None
         self._remainder: torch.Tensor | None = None
         """what the source lacks, if the master is split"""
-        remainder_off = master_off and not source_off and self._kind == _COMPACT
-        self.movable = wider and master_off and not source_off and not remainder_off
-        """True if the master can be in either memory"""
+        self.movable = wider and master_off and not source_off
+        """True if the master, or its remainder, can be in either memory"""
         kind = torch.float32 if wider else dtype
-        if source_off or self.movable:
+        if source_off or (self.movable and self._kind is None):
             self._host = transfers.zeros(self._numel, kind)
             self.master = self._host.tensor
         elif self._kind is not None:
-            self.master = self._split(self._kind, remainder_off)
+            self.master = self._split(self._kind, self.movable)
         else:
             self.master = transport.empty(self._numel, kind)
         """without memory at rest if it is split: it has memory while it is lifted"""
@@ -93,7 +88,8 @@ class Shard:
 
     def can_be_flat(self, world: int) -> bool:
         """True if the source may share the memory of the flat, in a group of so many ranks."""
-        return world == 1 and not self.movable and not self.source_on_host and self.source.dtype == self._dtype
+        stays = self.is_split or not self.movable
+        return world == 1 and stays and not self.source_on_host and self.source.dtype == self._dtype
 
     def part(self) -> None:
         """Until `unite`, `values` are those of now, even if the source, which is the flat, is written."""
@@ -149,7 +145,8 @@ class Shard:
     @property
     def saves(self) -> int:
         """Device bytes that a movable master saves while it is in host memory."""
-        return self._numel * (self.master.itemsize - self._dtype.itemsize)
+        away = self.master.itemsize - self._dtype.itemsize if self._remainder is None else self._remainder.itemsize
+        return self._numel * away
 
     def here(self, come: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The tensors `at_rest`, of which those of `hosts` have `come` to the device. They may be written."""
@@ -226,16 +223,24 @@ class Shard:
         assert self.movable
         if on_host == bool(self.hosts):
             return
-        values, self._remainder = self.values(), None
+        if self._remainder is not None:
+            self._move_remainder(self._remainder)
+            return
+        values = self.values()
         if on_host:
             self._host = self._transfers.zeros(self._numel, values.dtype)
             self.master = self._host.tensor
             if self.source is values:
                 self.source = self._transport.empty(self._numel, self._dtype)
             self.put(values)
-        elif self._kind is not None:
-            self._host, self.master = None, self._split(self._kind)
-            self.put(values)
         else:
             self._host = None
             self.master = self.source = values
+
+    def _move_remainder(self, remainder: torch.Tensor) -> None:
+        if self._host is not None:
+            (self._remainder,), self._host = self._transfers.upload([self._host]).wait(), None
+        else:
+            self._host = self._transfers.zeros(self._numel, remainder.dtype)
+            self._remainder = self._host.tensor
+            self._transfers.download([Download(remainder, self._host)])
