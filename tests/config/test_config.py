@@ -27,6 +27,7 @@ ROUND_TRIPS: list[dict[str, Any]] = [
     {},
     {"precision": {"params": "bfloat16", "optimizer": "compact"}},
     {"precision": {"params": "bfloat16", "optimizer": "compact", "master": "split"}},
+    {"precision": {"params": "bfloat16", "optimizer": "compact"}, "offload": {"optimizer": "all"}},
     {"precision": {"params": "bfloat16", "master": "float32"}},
     {"precision": {"params": "float16", "initial_loss_scale": 256.0}},
     {"stage": 1, "gradient_clipping": 0.5, "offload": {"optimizer": "all"}},
@@ -38,6 +39,21 @@ def test_what_a_config_writes_it_reads(given: dict[str, Any]) -> None:
     config = Config.model_validate(given)
     assert Config.model_validate(config.model_dump()) == config
     assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("offload", "words"),
+    [
+        ({"params": True}, r"offload\.params in host memory: leave offload\.params out, or set precision\.optimizer"),
+        ({"optimizer": "all", "params": True}, r"offload\.params in host memory"),
+    ],
+)
+def test_compact_states_are_offloaded_without_parameters(offload: dict[str, Any], words: str) -> None:
+    config = {"precision": {"params": "bfloat16", "optimizer": "compact"}, "offload": {"optimizer": "all"}}
+    Config.model_validate(config)
+    with pytest.raises(pydantic.ValidationError, match=rf"precision\.optimizer 'compact' .*{words}"):
+        Config.model_validate({**config, "offload": offload})
+    Config.model_validate({**config, "offload": {"optimizer": "adaptive", "memory_budget": 1}})
 
 
 def test_compact_states_have_masters_of_their_own() -> None:

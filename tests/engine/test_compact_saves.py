@@ -37,12 +37,13 @@ def counting() -> Iterator[list[int]]:
         yield decoded
 
 
-@pytest.fixture
-def engine() -> Iterator[zw.Engine]:
-    """After two steps."""
+@pytest.fixture(params=["none", "all"])
+def engine(request: pytest.FixtureRequest) -> Iterator[zw.Engine]:
+    """After two steps, with states on the device or in host memory."""
     torch.manual_seed(0)
+    config = {**CONFIG, "offload": {"optimizer": request.param}}
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3)))
-    with zw.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), CONFIG) as engine:
+    with zw.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config) as engine:
         for _ in range(2):
             engine.backward(engine(torch.ones(2, 40, dtype=torch.bfloat16)).float().square().mean())
             engine.step()

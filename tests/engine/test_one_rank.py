@@ -14,6 +14,7 @@ CONFIGS: list[dict[str, Any]] = [
     {},
     {"precision": {"params": "bfloat16"}},
     {"precision": {"params": "bfloat16", "optimizer": "compact"}},
+    {"precision": {"params": "bfloat16", "optimizer": "compact"}, "offload": {"optimizer": "all"}},
     {"precision": {"params": "bfloat16"}, "gradient_clipping": 0.5, "gradient_accumulation_steps": 2},
 ]
 

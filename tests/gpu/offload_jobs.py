@@ -17,6 +17,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     "both": {"optimizer": "all", "params": True},
     "adaptive": {"optimizer": "adaptive", "memory_budget": 1 << 40},
 }
+COMPACT: dict[str, Any] = {"precision": {"params": "bfloat16", "optimizer": "compact"}}
 
 
 def settings(stage: int, mode: str, dtype: torch.dtype, offload: str, **more: Any) -> dict[str, Any]:
@@ -46,6 +47,15 @@ def courses(stage: int, mode: str, dtype: torch.dtype, offloads: list[str], **mo
     return found
 
 
+def compact_courses(stage: int, mode: str, offloads: list[str]) -> list[Course]:
+    return courses(stage, mode, torch.bfloat16, offloads, **COMPACT)
+
+
+def pinned(tensors: list[Tensor]) -> list[bool]:
+    assert all(tensor.is_cuda or tensor.is_pinned() for tensor in tensors)
+    return [not tensor.is_cuda for tensor in tensors]
+
+
 def homes(offload: str) -> tuple[list[bool], list[bool], list[bool]]:
     """What of moments, masters and what is gathered lies in pinned host memory, after three steps."""
     device = join()
@@ -55,12 +65,20 @@ def homes(offload: str) -> tuple[list[bool], list[bool], list[bool]]:
         moments = [value for state in engine.optimizer.state.values() for value in state.values() if value.dim()]
         homes = [bucket.home for bucket in engine._runtime.buckets.values()]
         assert moments and all(home.wider for home in homes)
-
-        def pinned(tensors: list[Tensor]) -> list[bool]:
-            assert all(tensor.is_cuda or tensor.is_pinned() for tensor in tensors)
-            return [not tensor.is_cuda for tensor in tensors]
-
         return pinned(moments), pinned([home.master for home in homes]), pinned([home.source for home in homes])
+
+
+def compact_homes(offload: str) -> tuple[list[bool], list[bool], list[bool]]:
+    """The same of codes and scales, remainders, and what is gathered, of compact states."""
+    device, more = join(), settings(3, "eager", torch.bfloat16, offload, **COMPACT)
+    with start(SMALL, more, torch.bfloat16) as engine:
+        for index in range(3):
+            step(engine, tokens(SMALL, device, index))
+        ids = [bucket.id for bucket in engine.buckets]
+        homes = [engine._runtime.buckets[bucket].home for bucket in ids]
+        held = [tensor for bucket in ids for tensor in engine._parts.optimizer.tensors(bucket) if tensor.dim()]
+        assert len(held) == 4 * len(ids) and all(home.is_split for home in homes)
+        return pinned(held), pinned([home.at_rest[1] for home in homes]), pinned([home.source for home in homes])
 
 
 @dataclass(frozen=True)
@@ -98,10 +116,10 @@ def peaks(offload: str, budget: int | None = None) -> Peak:
         )
 
 
-def runs_ahead(offload: str) -> bool:
+def runs_ahead(offload: str, more: dict[str, Any]) -> bool:
     """Was the device still busy with what was issued before a step when the host had finished it?"""
     device = join()
-    with start(SMALL, settings(3, "inductor", torch.bfloat16, offload), torch.bfloat16) as engine:
+    with start(SMALL, settings(3, "inductor", torch.bfloat16, offload, **more), torch.bfloat16) as engine:
         batch = tokens(SMALL, device)
         for _ in range(9):  # compilation, the schedule, pinned memory
             step(engine, batch)

@@ -32,6 +32,19 @@ def test_losses_and_states_are_bit_equal(
             assert found == plain, offload
 
 
+@pytest.mark.parametrize(("stage", "mode"), [(1, "eager"), (2, "inductor"), (3, "inductor"), (3, "eager")])
+def test_compact_states_are_bit_equal(ranks: Ranks, stage: int, mode: str) -> None:
+    for plain, found in ranks(jobs.compact_courses, stage, mode, ["none", "all"]):
+        assert plain.losses[-1] < plain.losses[0] and plain.departures == 0
+        assert found == plain
+
+
+@pytest.mark.parametrize(("offload", "away"), [("none", False), ("all", True)])
+def test_compact_states_live_in_pinned_host_memory(ranks: Ranks, offload: str, away: bool) -> None:
+    for codes, remainders, gathered in ranks(jobs.compact_homes, offload):
+        assert (set(codes), set(remainders), set(gathered)) == ({away}, {away}, {False})
+
+
 @pytest.mark.parametrize(
     ("offload", "expected"),
     [
@@ -64,6 +77,8 @@ def test_adaptive_stays_within_its_budget(ranks: Ranks) -> None:
         assert found.peak <= budget, (found, budget)
 
 
-@pytest.mark.parametrize("offload", ["none", "all", "both"])
-def test_the_host_never_waits_in_a_step(ranks: Ranks, offload: str) -> None:
-    assert ranks(jobs.runs_ahead, offload) == [True, True]
+@pytest.mark.parametrize(
+    ("offload", "more"), [("none", {}), ("all", {}), ("both", {}), ("none", jobs.COMPACT), ("all", jobs.COMPACT)]
+)
+def test_the_host_never_waits_in_a_step(ranks: Ranks, offload: str, more: dict[str, Any]) -> None:
+    assert ranks(jobs.runs_ahead, offload, more) == [True, True]

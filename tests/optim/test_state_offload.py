@@ -14,6 +14,7 @@ from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.lion import Lion
 from zeroweave.optim.moments import moments_of
 from zeroweave.optim.scaler import Scaled
+from zeroweave.runtime.shard import whole
 from zeroweave.runtime.slack import Slack
 from zeroweave.runtime.transfers import Download, Transfers, Upload
 
@@ -35,9 +36,9 @@ KINDS: dict[str, MakeOptimizer] = {
 }
 
 
-def trained(make: MakeOptimizer, offload: str, dtype: torch.dtype) -> World:
+def trained(make: MakeOptimizer, offload: str, dtype: torch.dtype, split: bool = False) -> World:
     """Parameters without gradients in some steps, and one that has its first in the third."""
-    world = World(build_net(), make, 3, dtype, offload)
+    world = World(build_net(), make, 3, dtype, offload, split=split)
     for step in range(STEPS):
         without = {"tiny"} if step < 2 else {"layers.1.weight", "scalar"} if step == 2 else set()
         world.step(random_gradients(world.ranks[0].model, step, without))
@@ -57,19 +58,20 @@ def equal(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "split"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
 @pytest.mark.parametrize("offload", ["optimizer", "params"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bit_equal_to_states_on_the_device(kind: str, offload: str, dtype: torch.dtype) -> None:
-    here, there = trained(KINDS[kind], "", dtype), trained(KINDS[kind], offload, dtype)
+def test_bit_equal_to_states_on_the_device(kind: str, offload: str, dtype: torch.dtype, split: bool) -> None:
+    here, there = trained(KINDS[kind], "", dtype), trained(KINDS[kind], offload, dtype, split)
     assert equal(here.parameters(), there.parameters())
     for mine, theirs in zip(here.ranks, there.ranks, strict=True):
         assert all(equal(a, b) for a, b in zip(states(mine), states(theirs), strict=True))
         assert mine.sharded.memory() == theirs.sharded.memory()
         for view in theirs.views.values():
             home = view.home
-            assert torch.equal(home.source, cast(home.master, dtype)), "what is gathered is out of date"
-            assert home.on_host == (offload == "params" or (view.layout.trainable and dtype != torch.float32))
+            assert torch.equal(home.source, cast(whole(home.at_rest), dtype)), "what is gathered is out of date"
+            assert home.is_split == (split and offload == "optimizer" and view.layout.trainable)
+            assert bool(home.hosts) == (offload == "params" or (view.layout.trainable and dtype != torch.float32))
 
 
 def test_at_rest_states_are_views_of_one_host_tensor_for_each_kind() -> None:
@@ -139,10 +141,14 @@ def test_each_bucket_comes_one_turn_ahead_and_goes_after_it() -> None:
 
 
 class Ahead:
-    """A rank whose device counts memory: `calls` bytes are in use as a call begins, besides states on their way."""
+    """A rank whose device counts memory: `calls` bytes are in use as a call begins, besides states on their way.
+
+    `kind`: as of KINDS; or "compact", which is AdamW.
+    """
 
     def __init__(self, kind: str, counts: bool = True) -> None:
-        self.rank = Rank(build_net(), KINDS[kind], 0, 1, torch.bfloat16, "optimizer")
+        made = KINDS["adamw" if kind == "compact" else kind]
+        self.rank = Rank(build_net(), made, 0, 1, torch.bfloat16, "optimizer", compact=kind == "compact")
         self.offload, self.transfers, self.calls = self.rank.sharded.offload, Noting(), 0
         self.capacity = 1 << 30
         if counts:
@@ -166,12 +172,13 @@ class Ahead:
 
     def values(self) -> list[torch.Tensor]:
         self.offload.finish()
-        masters = [view.home.master for view in self.rank.views.values()]
+        masters = [view.home.values() for view in self.rank.views.values()]
         return masters + [value for state in states(self.rank) for value in state.values()]
 
 
-def test_with_slack_buckets_come_in_the_backward_and_never_take_more() -> None:
-    ahead, other = Ahead("adamw"), Ahead("adamw", counts=False)
+@pytest.mark.parametrize("kind", ["adamw", "compact"])
+def test_with_slack_buckets_come_in_the_backward_and_never_take_more(kind: str) -> None:
+    ahead, other = Ahead(kind), Ahead(kind, counts=False)
     first, second, third = ahead.sizes[:3]
     assert ahead.call(0) == [], "no backward that an update follows"
     ahead.offload.run_ahead()
@@ -184,14 +191,18 @@ def test_with_slack_buckets_come_in_the_backward_and_never_take_more() -> None:
     assert ahead.call(0) == [], "the backward is over"
     for one in (ahead, other):
         step(one.rank, 1)
+    assert sum(size for direction, size in ahead.transfers.log if direction == "up") == sum(ahead.sizes)
     assert all(map(torch.equal, ahead.values(), other.values()))
     assert ahead.transfers.slack.states == 0 and not ahead.offload._lifted
-    assert sum(size for direction, size in ahead.transfers.log if direction == "up") == sum(ahead.sizes)
 
 
-@pytest.mark.parametrize("written", ["moment", "another moment", "state", "master"])
-def test_what_is_written_between_its_upload_and_its_update_counts(written: str) -> None:
-    ahead, other = Ahead("adamw"), Ahead("adamw", counts=False)
+@pytest.mark.parametrize(
+    ("kind", "written"),
+    [("adamw", each) for each in ("moment", "another moment", "state", "master")]
+    + [("compact", each) for each in ("codes", "other codes", "moment", "emptied", "state", "master")],
+)
+def test_what_is_written_between_its_upload_and_its_update_counts(kind: str, written: str) -> None:
+    ahead, other = Ahead(kind), Ahead(kind, counts=False)
     ahead.offload.run_ahead()
     assert ahead.call(0) == ahead.order
     for one in (ahead, other):
@@ -199,12 +210,22 @@ def test_what_is_written_between_its_upload_and_its_update_counts(written: str) 
         fragment, view = one.rank.sharded._fragments[bucket].parameters[0], one.rank.views[bucket]
         held = one.rank.optimizer.state[fragment]
         match written:
+            case "codes":
+                one.offload.compact[bucket].coded["exp_avg"].scales.mul_(3)
+            case "other codes":
+                coded = one.offload.compact[bucket].coded
+                coded["exp_avg"] = coded["exp_avg"]._replace(scales=coded["exp_avg"].scales * 3)
+            case "emptied":
+                held.clear()
+            case "moment" if kind == "compact":
+                held["exp_avg"] = torch.full_like(fragment, 0.5)
             case "moment":
                 held["exp_avg"].mul_(3)
             case "another moment":
                 held["exp_avg"] = held["exp_avg"] * 3
             case "state":
-                one.rank.sharded.set_state(bucket, 0, "exp_avg_sq", held["exp_avg_sq"] * 5)
+                value = one.rank.sharded.state_of(bucket, 0)["exp_avg_sq"]
+                one.rank.sharded.set_state(bucket, 0, "exp_avg_sq", value * 5)
             case _:
                 view.home.put(view.home.values() * 2)
         step(one.rank, 1)
@@ -212,15 +233,17 @@ def test_what_is_written_between_its_upload_and_its_update_counts(written: str) 
     assert ahead.transfers.slack.states == 0
 
 
-def test_a_part_of_the_device_stays_free() -> None:
-    ahead = Ahead("adamw")
+@pytest.mark.parametrize("kind", ["adamw", "compact"])
+def test_a_part_of_the_device_stays_free(kind: str) -> None:
+    ahead = Ahead(kind)
     ahead.capacity = ahead.sizes[0] + ahead.sizes[1]
     ahead.offload.run_ahead()
     assert ahead.call(0) == ahead.order[:1]
 
 
-def test_a_forward_takes_back_what_no_update_has_followed() -> None:
-    ahead, other = Ahead("adamw"), Ahead("adamw", counts=False)
+@pytest.mark.parametrize("kind", ["adamw", "compact"])
+def test_a_forward_takes_back_what_no_update_has_followed(kind: str) -> None:
+    ahead, other = Ahead(kind), Ahead(kind, counts=False)
     ahead.offload.run_ahead()
     assert ahead.call(0) == ahead.order
     ahead.offload.stand()
@@ -232,8 +255,9 @@ def test_a_forward_takes_back_what_no_update_has_followed() -> None:
     assert all(map(torch.equal, ahead.values(), other.values()))
 
 
-def test_no_memory_in_one_piece_leaves_uploads_to_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead, other = Ahead("adamw"), Ahead("adamw", counts=False)
+@pytest.mark.parametrize("kind", ["adamw", "compact"])
+def test_no_memory_in_one_piece_leaves_uploads_to_the_update(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead, other = Ahead(kind), Ahead(kind, counts=False)
     ahead.offload.run_ahead()
 
     def upload(hosts: Any) -> Upload:
@@ -277,9 +301,17 @@ def test_after_an_exception_in_the_optimizer_states_are_where_they_were() -> Non
     step(rank, 2)
 
 
-@pytest.mark.parametrize(("dtype", "offload"), [(torch.bfloat16, "optimizer"), (torch.float32, "params")])
-def test_moving_changes_no_value(dtype: torch.dtype, offload: str) -> None:
-    here, there = (World(build_net(), KINDS["adamw"], 2, dtype, each) for each in ("", offload))
+@pytest.mark.parametrize(
+    ("dtype", "offload", "masters"),
+    [
+        (torch.bfloat16, "optimizer", {}),
+        (torch.bfloat16, "optimizer", {"split": True}),
+        (torch.bfloat16, "optimizer", {"compact": True}),
+        (torch.float32, "params", {}),
+    ],
+)
+def test_moving_changes_no_value(dtype: torch.dtype, offload: str, masters: dict[str, bool]) -> None:
+    here, there = (World(build_net(), KINDS["adamw"], 2, dtype, each, **masters) for each in ("", offload))
     for index in range(6):
         for world in (here, there):
             world.step(random_gradients(world.ranks[0].model, index))
@@ -290,6 +322,7 @@ def test_moving_changes_no_value(dtype: torch.dtype, offload: str) -> None:
                 states_of.move(bucket, on_host=index % 2 == 1)
             assert one.sharded.memory() == total
             moments = sum(v.nbytes for state in states(one) for v in state.values() if v.dim())
+            moments = sum(each.nbytes for each in states_of.compact.values()) or moments
             assert states_of.host_nbytes() == (moments if index % 2 == 1 else 0)
     assert equal(here.parameters(), there.parameters())
     for mine, theirs in zip(here.ranks, there.ranks, strict=True):

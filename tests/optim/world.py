@@ -78,6 +78,7 @@ class Rank:
         offload: str = "",
         kernels: Kernels | None = None,
         compact: bool = False,
+        split: bool = False,
     ) -> None:
         self.model = copy.deepcopy(model)
         self.optimizer = make(self.model)
@@ -86,7 +87,7 @@ class Rank:
         slot_of: dict[int, tuple[int, int]] = {}
         transfers, transport = Transfers(torch.device("cpu")), LocalTransport(torch.device("cpu"))
         off = bool(offload), offload == "params"
-        remainder = torch.int8 if compact else None if kernels is None else torch.int16
+        remainder = torch.int8 if compact else torch.int16 if split or kernels is not None else None
         for layout in layouts_of(model, world, dtype):
             full = flat_of(layout, {name: p.detach() for name, p in named.items()})
             start, stop = layout.shard_range(rank)
@@ -122,12 +123,13 @@ class World:
         offload: str = "",
         kernels: Kernels | None = None,
         compact: bool = False,
+        split: bool = False,
     ) -> None:
-        """`offload`: "" for none, "optimizer", or "params", which is both. `kernels`: masters are split with them.
+        """`offload`: "" for none, "optimizer", or "params", which is both. `kernels`, `split`: masters are split.
 
         `compact`: states have few bits.
         """
-        self.ranks = [Rank(model, make, rank, world, dtype, offload, kernels, compact) for rank in range(world)]
+        self.ranks = [Rank(model, make, rank, world, dtype, offload, kernels, compact, split) for rank in range(world)]
         self.layouts = layouts_of(model, world, dtype)
 
     def shards(self, gradients: Mapping[str, torch.Tensor], rank: int) -> dict[int, torch.Tensor]:

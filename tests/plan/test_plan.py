@@ -128,9 +128,9 @@ def test_what_is_offloaded_is_not_on_the_device_and_takes_time_on_the_way() -> N
 
 @pytest.mark.matrix
 def test_compact_states_take_less_memory_and_more_time() -> None:
-    def row(optimizer: str) -> Row:
+    def row(optimizer: str, offload: str = "none") -> Row:
         precision = {"params": "bfloat16", "optimizer": optimizer}
-        settings = {"precision": precision, "compile": {"enabled": False}}
+        settings = {"precision": precision, "offload": {"optimizer": offload}, "compile": {"enabled": False}}
         return make(source_of("tests.plan.models:llama", 1, 8), (3,), (2,), settings, HARDWARE).rows[0]
 
     full, compact = row("full"), row("compact")
@@ -138,6 +138,10 @@ def test_compact_states_take_less_memory_and_more_time() -> None:
     numel = full.parameters / 4
     assert 0 <= compact.optimizer - numel * (2 + 8 / 64) <= 4 * 100, "codes, scales and step counters"
     assert compact.peak < full.peak and compact.seconds > full.seconds
+    away, exact = row("compact", "all"), row("full", "all")
+    assert (compact.host, away.host) == (0, numel * (3 + 8 / 64)), "codes, scales and remainders"
+    assert 11 * numel < exact.host <= 12 * numel
+    assert away.peak < compact.peak and compact.seconds < away.seconds
 
 
 @pytest.mark.matrix
@@ -298,7 +302,7 @@ def test_the_command_foresees_a_loss_in_chunks(tmp_path: Path, monkeypatch: pyte
         (["--offload", "all"], "write optimizer, params"),
         (["--offload", "adaptive"], "measured on the GPU"),
         (["--offload", "params", "--stage", "2"], "offload.params"),
-        (["--offload", "optimizer", "--compact"], "precision.optimizer 'compact' keeps states on the device"),
+        (["--offload", "params", "--compact"], "'compact' keeps what is gathered on the device, and offload.params"),
         (["--precision", "float32", "--compact"], "is for bfloat16 parameters"),
         (["--calibrate", "a.json", "--calibration", __file__], "--calibrate"),
         (["--calibration", __file__], "is no calibration"),

@@ -23,8 +23,12 @@ def random(numel: int, seed: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(HERE)
 
 
-def in_one_pass(kind: str, world: int, graphs: bool = False) -> World:
-    made = World(build_net(), KINDS[kind], world, torch.bfloat16, "", rules, graphs, compact=True)
+def in_one_pass(kind: str, world: int, offload: str = "", rates_here: bool = True) -> World:
+    """`rates_here`: learning rates are numbers of the host; else tensors."""
+    made = World(build_net(), KINDS[kind], world, torch.bfloat16, offload, rules, compact=True)
+    for rank in made.ranks if not rates_here else ():
+        for group in rank.optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"])
     for step in range(4):
         made.step(random_gradients(made.ranks[0].model, step, WITHOUT[step]))
     return made
@@ -63,8 +67,17 @@ def test_one_pass_does_what_several_do(kind: str, world: int) -> None:
 
 
 @here_only
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_in_host_memory_have_the_same_bits(kind: str) -> None:
+    here, there = in_one_pass(kind, 2), in_one_pass(kind, 2, "optimizer")
+    for one, other in ((here.parameters(), there.parameters()), (codes_of(here), codes_of(there))):
+        assert one.keys() == other.keys() and all(torch.equal(value, other[place]) for place, value in one.items())
+    assert all(torch.equal(value, states(there)[place]) for place, value in states(here).items())
+
+
+@here_only
 def test_rates_on_the_device_make_the_same_steps() -> None:
-    one, other = (in_one_pass("adamw", 2, graphs).parameters() for graphs in (True, False))
+    one, other = (in_one_pass("adamw", 2, rates_here=here).parameters() for here in (True, False))
     for name, value in other.items():
         assert torch.allclose(one[name], value, rtol=2**-15, atol=1e-5), name
 

@@ -165,7 +165,7 @@ def for_a_while(world: World, step: int, why: str) -> None:
             rank.optimizer.hook.remove()
 
 
-@pytest.mark.parametrize(("offload", "compact"), [("", False), ("optimizer", False), ("", True)])
+@pytest.mark.parametrize(("offload", "compact"), [("", False), ("optimizer", False), ("", True), ("optimizer", True)])
 @pytest.mark.parametrize("why", ["listened to", "no kernel"])
 def test_kernels_go_on_where_the_optimizer_has_stepped_itself(why: str, offload: str, compact: bool) -> None:
     """Step counters are the same tensors then, with other numbers."""
@@ -180,7 +180,7 @@ def test_kernels_go_on_where_the_optimizer_has_stepped_itself(why: str, offload:
     assert all(torch.allclose(parameters[0][name], value, rtol, 1e-5) for name, value in parameters[1].items())
 
 
-@pytest.mark.parametrize(("offload", "compact"), [("", False), ("optimizer", False), ("", True)])
+@pytest.mark.parametrize(("offload", "compact"), [("", False), ("optimizer", False), ("", True), ("optimizer", True)])
 @pytest.mark.parametrize("way", RESETS)
 def test_an_optimizer_whose_state_is_emptied_begins_anew(way: str, offload: str, compact: bool) -> None:
     make = partial(World, build_net(), KINDS["adamw"], 1, torch.bfloat16, offload, rules, compact=compact)

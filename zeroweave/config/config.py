@@ -100,11 +100,10 @@ class Config(_Explained):
                 f"[ZW103] offload.params works with stage 3 only, not {self.stage}: stages 1 and 2 keep parameters "
                 "gathered; set stage to 3, or use offload.optimizer"
             )
-        if self.precision.optimizer == "compact" and (self.offload.optimizer != "none" or self.offload.params):
-            key = "params" if self.offload.params else "optimizer"
+        if self.precision.optimizer == "compact" and self.offload.params:
             raise ValueError(
-                f"[ZW103] precision.optimizer 'compact' keeps states on the device, and offload.{key} in host memory, "
-                "in float32: set precision.optimizer to 'full', or leave offload out"
+                "[ZW103] precision.optimizer 'compact' keeps what is gathered on the device, and offload.params in "
+                "host memory: leave offload.params out, or set precision.optimizer to 'full'"
             )
         if "tensorboard" in self.log.to and self.log_dir is None:
             raise ValueError("[ZW103] log.to 'tensorboard' writes to log_dir: set that to a folder")

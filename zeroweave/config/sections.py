@@ -30,7 +30,7 @@ class PrecisionConfig(Section):
 
     master: Literal["split", "float32"] = "split"
     """How the masters of bfloat16 parameters are kept: "split" into the bfloat16 that is gathered and the 16 bits that
-    it lacks, or in float32. Equal bit for bit; masters in host memory and those of float16 are float32 always."""
+    it lacks, or in float32. Equal bit for bit; masters of float16 and of `offload.params` are always float32."""
 
     optimizer: Literal["full", "compact"] = "full"
     """"compact": Adam and AdamW of bfloat16 parameters keep 5.125 bytes an element instead of 12, the upper 24 bits of

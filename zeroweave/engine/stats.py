@@ -55,7 +55,7 @@ class Memory:
         homes = [bucket.home for bucket in runtime.buckets.values()]
         near = [bucket.near for bucket in runtime.buckets.values() if bucket.near is not None]
         masters = [home for home in homes if home.wider]
-        sources = [home for home in homes if not home.wider or home.on_host]
+        sources = [home for home in homes if not home.wider or (home.hosts and not home.is_split)]
         return cls(
             shards=sum(home.source.nbytes for home in sources) + sum(each.values.nbytes for each in near),
             masters=sum(tensor.nbytes for home in masters for tensor in home.at_rest),
@@ -67,7 +67,7 @@ class Memory:
             symmetric=runtime.places.nbytes,
             graphs=graphs,
             host_shards=sum(home.source.nbytes for home in sources if home.source_on_host),
-            host_masters=sum(home.master.nbytes for home in masters if home.on_host),
+            host_masters=sum(host.tensor.nbytes for home in masters for host in home.hosts),
             host_optimizer=0 if optimizer is None else optimizer.offload.host_nbytes(),
         )
 

@@ -10,7 +10,8 @@ next forward needs their memory. What was written between its upload and its upd
 
 What an optimizer keeps of a fragment's shape is a moment here; other state, such as a step counter, stays where it is.
 
-Moments and masters of few bits come and go in the same way: what is lifted of them are float32 copies.
+Moments and masters of few bits come and go in the same way, as they are: codes, scales and remainders. Kernels update
+those. For an optimizer that steps itself float32 copies are made of them on the device.
 """
 
 from __future__ import annotations
@@ -41,44 +42,35 @@ class HostedMoments:
         self._transfers, self._fragments, self._optimizer = transfers, fragments, optimizer
         self._hosts: dict[Kind, HostTensor] = {}
         self._views: dict[tuple[int, Kind], torch.Tensor] = {}
-        self._coming: tuple[list[Kind], Upload] | None = None
+        self._coming: list[Kind] = []
         self._device: dict[Kind, torch.Tensor] = {}
 
     def _moments(self) -> list[FragmentMoment]:
         return moments_of(self._fragments, self._optimizer.state)
 
+    @property
     def nbytes(self) -> int:
         return sum(moment.value.nbytes for moment in self._moments())
 
-    def lifted_nbytes(self) -> int:
-        """Bytes of the device that the uploads take: elements of padding have moments, too."""
-        return sum(host.tensor.nbytes for host in self._hosts.values())
+    @property
+    def hosts(self) -> list[HostTensor]:
+        """What is lifted: elements of padding have moments, too."""
+        return [*self._hosts.values()]
 
-    def lift(self) -> None:
-        """Starts the uploads."""
+    def lift(self) -> list[HostTensor]:
+        """What is to be uploaded."""
         self._transfers.download(self.lower())
-        kinds = list(dict.fromkeys(moment.kind for moment in self._moments()))
-        self._coming = kinds, self._transfers.upload([self._hosts[kind] for kind in kinds])
+        self._coming = list(dict.fromkeys(moment.kind for moment in self._moments()))
+        return [self._hosts[kind] for kind in self._coming]
 
     @property
-    def outdated(self) -> bool:
-        """True if the state is another one than was lifted."""
-        if self._coming is None:
-            return True
-        replaced = any(self._views.get((m.slot, m.kind)) is not m.value for m in self._moments())
-        return replaced or self._coming[1].outdated
+    def replaced(self) -> bool:
+        """True if the state is in other tensors than were lifted."""
+        return any(self._views.get((m.slot, m.kind)) is not m.value for m in self._moments())
 
-    def abort(self) -> None:
-        """Drops what was lifted and is not needed."""
-        if self._coming is not None:
-            self._coming[1].wait()
-            self._coming = None
-
-    def land(self) -> None:
+    def land(self, come: Sequence[torch.Tensor]) -> None:
         """The state refers to the uploaded copies."""
-        assert self._coming is not None
-        (kinds, upload), self._coming = self._coming, None
-        self._device = dict(zip(kinds, upload.wait(), strict=True))
+        self._device = dict(zip(self._coming, come, strict=True))
         for moment in self._moments():
             moment.held[moment.key] = moment.view(self._device[moment.kind])
 
@@ -103,11 +95,54 @@ class HostedMoments:
         return copies
 
 
+class HostedCodes:
+    """The same of moments of few bits: two tensors for each key, to which `CompactMoments.coded` refers at rest."""
+
+    def __init__(self, transfers: Transfers, moments: CompactMoments) -> None:
+        self._transfers, self._moments = transfers, moments
+        self._hosts: dict[str, tuple[HostTensor, ...]] = {}
+        self._coming: list[HostTensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self._moments.nbytes
+
+    @property
+    def hosts(self) -> list[HostTensor]:
+        return [host for key in self._moments.coded for host in self._hosts.get(key, ())]
+
+    def lift(self) -> list[HostTensor]:
+        self._transfers.download(self.lower())
+        self._coming = self.hosts
+        return self._coming
+
+    @property
+    def replaced(self) -> bool:
+        return [id(host.tensor) for host in self._coming] != [id(tensor) for tensor in self._moments.tensors]
+
+    def land(self, come: Sequence[torch.Tensor]) -> None:
+        copies = iter(come)
+        for key in self._moments.coded:
+            self._moments.coded[key] = Coded(next(copies), next(copies))
+
+    def lower(self) -> list[Download]:
+        copies = []
+        for key, coded in self._moments.coded.items():
+            if key not in self._hosts:
+                self._hosts[key] = tuple(self._transfers.zeros(each.numel(), each.dtype) for each in coded)
+            hosts = self._hosts[key]
+            copies += [Download(each, host) for each, host in zip(coded, hosts, strict=True) if each is not host.tensor]
+            self._moments.coded[key] = Coded(*(host.tensor for host in hosts))
+        return copies
+
+
 class _Landed(NamedTuple):
     """What of a bucket's states is on the device for an update, besides moments of host memory."""
 
+    here: tuple[torch.Tensor, ...]
+    """see `Shard.here`"""
     master: torch.Tensor | None
-    """where it was lifted"""
+    """one tensor of the device, where the master at rest is none"""
     compact: CompactMoments | None
     random: torch.Tensor | None
     """room for the noise by which both are rounded"""
@@ -117,7 +152,7 @@ class StateOffload:
     """Where the states of all buckets live, and their way to the device.
 
     `hosted`: the buckets whose moments live in host memory; masters do where their bucket's home says so. `compact`:
-    those whose moments have few bits, on the device.
+    those whose moments have few bits.
     """
 
     def __init__(
@@ -130,11 +165,11 @@ class StateOffload:
         compact: Iterable[int] = (),
     ) -> None:
         self._transfers, self._buckets, self._fragments, self._optimizer = transfers, buckets, fragments, optimizer
-        self._moments = {bucket: HostedMoments(transfers, fragments[bucket], optimizer) for bucket in hosted}
         self.compact = {b: CompactMoments(buckets[b], fragments[b], optimizer) for b in compact}
+        self._moments = {bucket: self._hosted(bucket) for bucket in hosted}
         self._large = [p for each in fragments.values() for p in each.parameters if p.numel() > 1]
-        self._lifted: dict[int, Upload | None] = {}
-        """bucket -> its master on the way, if that lives in host memory"""
+        self._lifted: dict[int, Upload] = {}
+        """bucket -> what is on the way: of its master, and then its moments"""
         self._bytes: dict[int, int] = {}
         """bucket -> those of the device that what was lifted of it takes"""
         self._order: Sequence[int] = ()
@@ -143,6 +178,11 @@ class StateOffload:
         """true from a window's last backward to its update"""
         for moments in self._moments.values():
             transfers.download(moments.lower())
+
+    def _hosted(self, bucket: int) -> HostedMoments | HostedCodes:
+        if bucket in self.compact:
+            return HostedCodes(self._transfers, self.compact[bucket])
+        return HostedMoments(self._transfers, self._fragments[bucket], self._optimizer)
 
     # ------------------------------------------------------------------ the course of an optimizer step
     def run_ahead(self) -> None:
@@ -193,30 +233,23 @@ class StateOffload:
 
     def _nbytes(self, bucket: int) -> int:
         """Bytes of the device that a bucket takes while it is lifted."""
-        master = self._buckets[bucket].home.master.nbytes if self._buckets[bucket].home.on_host else 0
-        return master + (self._moments[bucket].lifted_nbytes() if bucket in self._moments else 0)
+        moments = self._moments[bucket].hosts if bucket in self._moments else ()
+        return sum(host.tensor.nbytes for host in (*self._buckets[bucket].home.hosts, *moments))
 
     def comes(self, bucket: int) -> bool:
         """True if something that an update of the bucket needs is in host memory."""
-        return bucket in self._moments or (bucket in self._buckets and self._buckets[bucket].home.on_host)
-
-    def _lifts(self, bucket: int, whole: bool) -> bool:
-        """True if the master is to be lifted."""
-        home = self._buckets[bucket].home if bucket in self._buckets else None
-        return home is not None and (home.on_host or (whole and not home.at_hand))
+        return bucket in self._moments or (bucket in self._buckets and bool(self._buckets[bucket].home.hosts))
 
     def _lift(self, bucket: int) -> None:
         if bucket in self._lifted or not self.comes(bucket):
             return
-        home, nbytes = self._buckets[bucket].home, self._nbytes(bucket)
+        nbytes, hosts = self._nbytes(bucket), [*self._buckets[bucket].home.hosts]
         self._transfers.make_room(nbytes, most=1)
         self._count(bucket, nbytes)
-        self._lifted[bucket] = None
         try:
-            if home.on_host:
-                self._lifted[bucket] = home.lift()
             if bucket in self._moments:
-                self._moments[bucket].lift()
+                hosts += self._moments[bucket].lift()
+            self._lifted[bucket] = self._transfers.upload(hosts)
         except BaseException:
             self.abort(bucket)
             raise
@@ -232,15 +265,13 @@ class StateOffload:
         self._count(bucket, 0)
         if (upload := self._lifted.pop(bucket, None)) is not None:
             upload.wait()
-        if bucket in self._moments:
-            self._moments[bucket].abort()
 
     @contextmanager
-    def on_device(self, buckets: Sequence[int], whole: bool = True) -> Iterator[Mapping[int, torch.Tensor]]:
+    def on_device(self, buckets: Sequence[int], whole: bool = True) -> Iterator[Mapping[int, tuple[torch.Tensor, ...]]]:
         """Inside, the fragments and states of these buckets are on the device. The next one in order comes, too.
 
-        Not `whole`: masters that are split, and moments of few bits, stay so. The value has the masters that were
-        lifted, by bucket.
+        Not `whole`: masters that are split, and moments of few bits, stay so. The value has what holds the masters
+        there, by bucket.
         """
         for bucket in buckets:
             if bucket in self._lifted and self._outdated(bucket):
@@ -248,71 +279,72 @@ class StateOffload:
             self._lift(bucket)
         if buckets and buckets[-1] in self._order:
             self._lift_more(buckets[-1], least=1)
-        masters: dict[int, torch.Tensor] = {}
+        here: dict[int, tuple[torch.Tensor, ...]] = {}
         with ExitStack() as ends:
             for bucket in buckets:
-                if self._lands(bucket, whole):
-                    landed = self._land(bucket, whole)
-                    ends.callback(self._lower, bucket, landed)
-                    if landed.master is not None:
-                        masters[bucket] = landed.master
-            yield masters
+                landed = self._land(bucket, whole)
+                ends.callback(self._lower, bucket, landed)
+                here[bucket] = landed.here
+            yield here
 
     def _outdated(self, bucket: int) -> bool:
-        master = self._lifted[bucket]
-        moments = self._moments.get(bucket)
-        return (master is not None and master.outdated) or (moments is not None and moments.outdated)
-
-    def _lands(self, bucket: int, whole: bool) -> bool:
-        return bucket in self._moments or (whole and bucket in self.compact) or self._lifts(bucket, whole)
+        return self._lifted[bucket].outdated or (bucket in self._moments and self._moments[bucket].replaced)
 
     def _land(self, bucket: int, whole: bool) -> _Landed:
         """What raises leaves the bucket as it was. So all memory that an update is known to need is made here.
 
         After the update an error would lose it.
         """
-        home, master, random = self._buckets[bucket].home, None, None
+        home, moments, master, random = self._buckets[bucket].home, self._moments.get(bucket), None, None
         compact = self.compact.get(bucket) if whole else None
-        if compact is not None:
-            random = compact.room_for_noise()
-            compact.land()
+        joins = whole if home.is_split else bool(home.hosts)
+        come = self._lifted[bucket].wait() if bucket in self._lifted else ()
+        here = home.here(come[: len(home.hosts)])
         try:
-            if self._lifts(bucket, whole):
-                (master,) = (self._lifted.get(bucket) or home.lift()).wait()
-            if bucket in self._moments:
-                self._moments[bucket].land()
+            if moments is not None:
+                moments.land(come[len(home.hosts) :])
+            if compact is not None:
+                random = compact.room_for_noise()
+                compact.land()
+            if joins:
+                master = home.join(here)
         except BaseException:
             if compact is not None:
                 compact.drop()
+            if moments is not None:
+                self._transfers.download(moments.lower())
+            self.abort(bucket)
             raise
         self._lifted.pop(bucket, None)
         if master is not None:
             self._fragments[bucket].point(master)
-        return _Landed(master, compact, random)
+        return _Landed(here, master, compact, random)
 
     def _lower(self, bucket: int, landed: _Landed) -> None:
         """What raises leaves no copies."""
-        master, compact, random = landed
-        home, copies = self._buckets[bucket].home, list[Download]()
+        here, master, compact, random = landed
+        home = self._buckets[bucket].home
         if master is not None:
             self._fragments[bucket].point_home()
         try:
             if compact is not None and random is not None:
                 compact.noise_(random)
             if master is not None:
-                copies = home.lower(master, random)
+                home.split(here, master, random)
             if compact is not None:
                 compact.lower(random)
         except BaseException:
             if compact is not None:
                 compact.lose()
-            if master is not None and master is home.master:  # split: it has memory only while it is lifted
-                master.untyped_storage().resize_(0)
+            if master is not None:
+                home.drop()
             raise
-        if bucket in self._moments:
-            copies += self._moments[bucket].lower()
-        self._count(bucket, 0)
-        self._transfers.download(copies)
+        finally:
+            copies = home.lower(here)
+            if bucket in self._moments:
+                copies += self._moments[bucket].lower()
+            self._count(bucket, 0)
+            self._transfers.download(copies)
 
     # ------------------------------------------------------------------ where they live
     def on_host(self, moments: bool = True) -> tuple[int, ...]:
@@ -322,24 +354,25 @@ class StateOffload:
     def nbytes(self, bucket: int) -> int:
         """Bytes that the device has more to hold if the states of a bucket live there."""
         home = self._buckets[bucket].home
-        moments = sum(moment.value.nbytes for moment in moments_of(self._fragments[bucket], self._optimizer.state))
+        held = moments_of(self._fragments[bucket], self._optimizer.state)
+        moments = sum(moment.value.nbytes for moment in held)
+        moments += self.compact[bucket].nbytes if bucket in self.compact else 0
         return moments + (home.saves if home.movable else 0)
 
     def host_nbytes(self) -> int:
         """Bytes of the moments in host memory."""
-        return sum(moments.nbytes() for moments in self._moments.values())
+        return sum(moments.nbytes for moments in self._moments.values())
 
     def move(self, bucket: int, on_host: bool) -> None:
         """Moves the moments of a bucket, and its master where it can, into the other memory; between two steps."""
         if on_host == (bucket in self._moments):
             return
         if on_host:
-            moments = self._moments[bucket] = HostedMoments(self._transfers, self._fragments[bucket], self._optimizer)
+            moments = self._moments[bucket] = self._hosted(bucket)
             self._transfers.download(moments.lower())
         else:
             moments = self._moments.pop(bucket)
-            moments.lift()
-            moments.land()
+            moments.land(self._transfers.upload(moments.lift()).wait())
         view = self._buckets[bucket]
         if view.home.movable:
             view.home.move(on_host)

@@ -345,10 +345,8 @@ class ShardedOptimizer:
         """Updates a bucket by a kernel, if there is one for it, and uses up its gradient then."""
         if not one_pass.takes(bucket):
             return
-        home = self._views[bucket].home
-        with self.offload.on_device([bucket], whole=False) as lifted:
-            masters = Masters(lifted[bucket], None) if bucket in lifted else Masters(*home.at_rest)
-            one_pass.update(bucket, masters, gradients.pop(bucket), absent[bucket])
+        with self.offload.on_device([bucket], whole=False) as here:
+            one_pass.update(bucket, Masters(*here[bucket]), gradients.pop(bucket), absent[bucket])
             if self.offload.comes(bucket):
                 one_pass.release(bucket)
 

@@ -1,13 +1,14 @@
 """A bucket's shard: the master, what is gathered of it, and where both live.
 
-             master (`values`, `put`)              source (what is gathered)
-on device    one tensor, rounded as it is gathered
-split        its bfloat16 and a remainder          the bfloat16: one tensor
-master off   host memory                           device memory, in the dtype of the computation
-both off     host memory                           host memory, the same tensor where the dtypes are the same
+                 master (`values`, `put`)              source (what is gathered)
+on device        one tensor, rounded as it is gathered
+split            its bfloat16 and a remainder          the bfloat16: one tensor
+remainder off    the same, that in host memory         the bfloat16, in device memory
+master off       host memory                           device memory, in the dtype of the computation
+both off         host memory                           host memory, the same tensor where the dtypes are the same
 
 In a group of one rank a source on the device is the flat, too, where it has the flat's dtype.
-Around an update a master that is no tensor of the device is lifted there, and lowered afterwards.
+Around an update what is in host memory is on the device (`here`). A split master may be put together there (`join`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from zeroweave.comm.rounding import cast, cast_, join_, split_
 from zeroweave.comm.transport import Gatherer, Transport
 from zeroweave.layout import BucketLayout
-from zeroweave.runtime.transfers import Download, HostTensor, Transfers, Upload, UploadingGatherer
+from zeroweave.runtime.transfers import Download, HostTensor, Transfers, UploadingGatherer
 
 
 def whole(at_rest: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -36,7 +37,7 @@ class Shard:
     The master of trained parameters has at least float32: the optimizer updates it, and it is rounded to make the
     source. `master_off`: the master is in host memory if it is wider than the source; `source_off`: all is.
     `remainder`: a float32 master of bfloat16 on the device is kept as its source and a remainder, see `comm.rounding`,
-    of this dtype: int16, or int8, which has no room for 8 bits of it.
+    of this dtype: int16, or int8, which has no room for 8 bits of it. With `master_off` it is in host memory.
     """
 
     def __init__(
@@ -56,18 +57,18 @@ class Shard:
         self._kind = remainder if wider and dtype == torch.bfloat16 else None
         """the dtype of the remainder, if the master is to be split"""
         self._host: HostTensor | None = None
-        """the master's, if it is in host memory"""
+        """the master's, or its remainder's, if that is in host memory"""
         self._host_source: HostTensor | None = None
         self._remainder: torch.Tensor | None = None
         """what the source lacks, if the master is split"""
         self.movable = wider and master_off and not source_off
-        """True if the master can be in either memory"""
+        """True if the master, or its remainder, can be in either memory"""
         kind = torch.float32 if wider else dtype
-        if source_off or self.movable:
+        if source_off or (self.movable and self._kind is None):
             self._host = transfers.zeros(self._numel, kind)
             self.master = self._host.tensor
         elif self._kind is not None:
-            self.master = self._split(self._kind)
+            self.master = self._split(self._kind, self.movable)
         else:
             self.master = transport.empty(self._numel, kind)
         """without memory at rest if it is split: it has memory while it is lifted"""
@@ -87,7 +88,8 @@ class Shard:
 
     def can_be_flat(self, world: int) -> bool:
         """True if the source may share the memory of the flat, in a group of so many ranks."""
-        return world == 1 and not self.movable and not self.source_on_host and self.source.dtype == self._dtype
+        stays = self.is_split or not self.movable
+        return world == 1 and stays and not self.source_on_host and self.source.dtype == self._dtype
 
     def part(self) -> None:
         """Until `unite`, `values` are those of now, even if the source, which is the flat, is written."""
@@ -99,23 +101,32 @@ class Shard:
             self.source.copy_(self._before)
         self._before = None
 
-    def _split(self, kind: torch.dtype) -> torch.Tensor:
-        """A master that is split from now on."""
+    def _split(self, kind: torch.dtype, off: bool = False) -> torch.Tensor:
+        """A master that is split from now on; its remainder may be in host memory."""
         device = self._transfers.device
-        self._remainder = torch.zeros(self._numel, dtype=kind, device=device)
+        if off:
+            self._host = self._transfers.zeros(self._numel, kind)
+            self._remainder = self._host.tensor
+        else:
+            self._remainder = torch.zeros(self._numel, dtype=kind, device=device)
         master = torch.empty(self._numel, dtype=torch.float32, device=device)
         master.untyped_storage().resize_(0)
         return master
 
     @property
-    def on_host(self) -> bool:
-        """True if the master is in host memory."""
-        return self._host is not None
+    def hosts(self) -> tuple[HostTensor, ...]:
+        """What of the tensors `at_rest` is in host memory: the last, or none."""
+        return () if self._host is None else (self._host,)
+
+    @property
+    def is_split(self) -> bool:
+        """True if the master is no tensor, but the source and a remainder."""
+        return self._remainder is not None
 
     @property
     def at_hand(self) -> bool:
-        """True if the master is a tensor on the device. Otherwise it is lifted around an update."""
-        return self._host is None and self._remainder is None
+        """True if the master is a tensor on the device."""
+        return not self.hosts and not self.is_split
 
     @property
     def source_on_host(self) -> bool:
@@ -128,25 +139,55 @@ class Shard:
 
     @property
     def at_rest(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that hold the master while it is not lifted."""
+        """The tensors that hold the master between updates."""
         return (self.master,) if self._remainder is None else (self.source, self._remainder)
 
     @property
     def saves(self) -> int:
         """Device bytes that a movable master saves while it is in host memory."""
-        return self._numel * (self.master.itemsize - self._dtype.itemsize)
+        away = self.master.itemsize - self._dtype.itemsize if self._remainder is None else self._remainder.itemsize
+        return self._numel * away
 
-    def lift(self) -> Upload:
-        """Starts to bring a master that is not `at_hand` to the device: one tensor, to be written and lowered."""
-        if self._host is not None:
-            return self._transfers.upload([self._host])
+    def here(self, come: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The tensors `at_rest`, of which those of `hosts` have `come` to the device. They may be written."""
+        return (*self.at_rest[: len(self.at_rest) - len(come)], *come)
+
+    def join(self, here: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The master as one tensor of the device, of what is `here`; to be written, and split."""
+        if not self.is_split:
+            return here[0]
         self.master.untyped_storage().resize_(self.master.nbytes)
         try:
-            join_(self.master, *self.at_rest)
+            return join_(self.master, *here)
         except BaseException:  # there may be no memory for intermediate results
-            self.master.untyped_storage().resize_(0)
+            self.drop()
             raise
-        return Upload((self.master,), None)
+
+    def split(self, here: Sequence[torch.Tensor], values: torch.Tensor, random: torch.Tensor | None = None) -> None:
+        """Overwrites what is `here` of a split master. `random`: rounds the bits that a remainder has no room for."""
+        if self.is_split:
+            source, remainder = here
+            split_(values, source, remainder, random)
+            if values is self.master:
+                self.drop()
+
+    def drop(self) -> None:
+        """A split master has no memory of its own any more."""
+        if self.is_split:
+            self.master.untyped_storage().resize_(0)
+
+    def lower(self, here: Sequence[torch.Tensor]) -> list[Download]:
+        """Sets the master, and its source, to what is `here`; returns what must be downloaded for that.
+
+        Tensors on the device have the values at once.
+        """
+        copies = [Download(here[-1], host) for host in self.hosts]
+        if copies and not self.is_split:
+            if self._host_source is None:
+                cast_(self.source, here[0])
+            elif self._host_source is not self._host:
+                copies.append(Download(cast(here[0], self._dtype), self._host_source))
+        return copies
 
     def cut(self, ranges: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
         """Views of the master, by start and stop; if it has no memory at rest, they have none then either."""
@@ -161,51 +202,45 @@ class Shard:
 
     def values(self) -> torch.Tensor:
         """The master on the device: itself, or a copy."""
-        if self._host is not None:
-            return self.lift().wait()[0]
-        return whole(self.at_rest if self._before is None else (self._before, *self.at_rest[1:]))
+        here = self.here(self._transfers.upload(self.hosts).wait() if self.hosts else ())
+        return whole(here if self._before is None else (self._before, *here[1:]))
 
     def put(self, values: torch.Tensor) -> None:
         """Overwrites the master, and with it the source, by values on the device, which are not written any more."""
-        if not self.at_hand:
-            self._transfers.download(self.lower(values.detach().to(self.master.dtype)))
-        elif values is not self.master:
-            with torch.no_grad():
-                self.master.copy_(values)
-
-    def lower(self, values: torch.Tensor, random: torch.Tensor | None = None) -> list[Download]:
-        """Sets a master that is not `at_hand`, and its source, to `values`; returns what must be downloaded for that.
-
-        Tensors on the device have the values at once. `random`: rounds the bits that a remainder has no room for.
-        """
-        if self._host is None:
-            assert self._remainder is not None
-            split_(values, self.source, self._remainder, random)
-            if values is self.master:
-                values.untyped_storage().resize_(0)
-            return []
-        copies = [Download(values, self._host)]
-        if self._host_source is None:
-            cast_(self.source, values)
-        elif self._host_source is not self._host:
-            copies.append(Download(cast(values, self._dtype), self._host_source))
-        return copies
+        if self.at_hand:
+            if values is not self.master:
+                with torch.no_grad():
+                    self.master.copy_(values)
+            return
+        here: tuple[torch.Tensor, ...] = (values.detach().to(self.master.dtype),)
+        if self.is_split:
+            (values,), here = here, self.here([torch.empty_like(h.tensor, device=values.device) for h in self.hosts])
+            self.split(here, values)
+        self._transfers.download(self.lower(here))
 
     def move(self, on_host: bool) -> None:
         """Moves a movable master into the other memory. To be called while nothing is gathered."""
         assert self.movable
-        if on_host == self.on_host:
+        if on_host == bool(self.hosts):
             return
-        values, self._remainder = self.values(), None
+        if self._remainder is not None:
+            self._move_remainder(self._remainder)
+            return
+        values = self.values()
         if on_host:
             self._host = self._transfers.zeros(self._numel, values.dtype)
             self.master = self._host.tensor
             if self.source is values:
                 self.source = self._transport.empty(self._numel, self._dtype)
             self.put(values)
-        elif self._kind is not None:
-            self._host, self.master = None, self._split(self._kind)
-            self.put(values)
         else:
             self._host = None
             self.master = self.source = values
+
+    def _move_remainder(self, remainder: torch.Tensor) -> None:
+        if self._host is not None:
+            (self._remainder,), self._host = self._transfers.upload([self._host]).wait(), None
+        else:
+            self._host = self._transfers.zeros(self._numel, remainder.dtype)
+            self._remainder = self._host.tensor
+            self._transfers.download([Download(remainder, self._host)])

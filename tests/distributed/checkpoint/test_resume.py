@@ -20,6 +20,11 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tiny buckets": ("odd", "groups", {"bucket": {"bytes": 600}}),
     "bfloat16": ("odd", "adamw", {"precision": {"params": "bfloat16"}}),
     "compact": ("odd", "groups", {"precision": {"params": "bfloat16", "optimizer": "compact"}}),
+    "compact, offloaded": (
+        "odd",
+        "groups",
+        {"precision": {"params": "bfloat16", "optimizer": "compact"}, "offload": {"optimizer": "all"}},
+    ),
     "float16": ("plain", "adamw", HALF),
     "autocast": ("plain", "adamw", {"precision": {"autocast": "bfloat16"}}),
     "offloaded optimizer": ("odd", "adamw", {"offload": {"optimizer": "all"}}),

@@ -122,6 +122,11 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "bf16": ("adamw", BF16, "plain"),
     "bf16_stage2": ("adamw", {**BF16, "stage": 2}, "plain"),
     "compact": ("adamw", {"precision": {"params": "bfloat16", "optimizer": "compact"}}, "plain"),
+    "compact_offloaded": (
+        "adamw",
+        {"precision": {"params": "bfloat16", "optimizer": "compact"}, "offload": {"optimizer": "all"}},
+        "plain",
+    ),
     "fp16": ("adamw", {"precision": {"params": "float16", "loss_scale": 2.0}, "reduce": {"op": "predivide"}}, "plain"),
     "offloaded": ("adamw", {**BF16, "offload": {"optimizer": "all", "params": True}}, "plain"),
     "muon": ("muon", {}, "plain"),

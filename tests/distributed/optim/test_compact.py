@@ -124,6 +124,31 @@ def test_checkpoints_of_both_kinds_are_the_same(pools: Pools, tmp_path: Path, wo
     assert far(full, found) == [] and differing(full, found) != []
 
 
+def crossed(folder: Path, saved_with: str, loaded_with: str, asynchronous: bool) -> list[str]:
+    """What differs two steps behind a checkpoint, with and without it, where states are on the device or away."""
+    with make(3, offload={"optimizer": saved_with}) as engine:
+        train(engine, 4)
+        engine.save(folder, asynchronous=asynchronous)
+        train(engine, 2)
+        wanted = everything(engine)
+    with make(2, offload={"optimizer": loaded_with}) as engine:
+        train(engine, 1)
+        engine.load(folder)
+        train(engine, 2)
+        return differing(wanted, everything(engine))
+
+
+@daily(
+    ("saved_with", "loaded_with", "asynchronous"),
+    [("all", "none", True), ("none", "all", False)],
+    [("all", "none", False), ("all", "all", True)],
+)
+def test_runs_go_on_wherever_states_were(
+    pools: Pools, tmp_path: Path, saved_with: str, loaded_with: str, asynchronous: bool
+) -> None:
+    assert pools(2).run(crossed, tmp_path, saved_with, loaded_with, asynchronous) == [[], []]
+
+
 def passed_on() -> list[str]:
     """What comes back from profiling(), from state dicts, and from the next engine."""
     engine = make(2)

@@ -15,7 +15,7 @@ import zeroweave as zw
 from tests.distributed.engine.coalescing import MODES, backwards
 from tests.distributed.engine.test_accessors import squared
 from tests.support.harness import Pools
-from tests.support.marks import slow
+from tests.support.marks import daily, slow
 from tests.support.models import entry
 from tests.support.reference import build
 from tests.support.zoo import Entry, regression
@@ -47,6 +47,8 @@ MORE: dict[str, dict[str, Any]] = {
     "float16, overflowing": {"precision": {"params": "float16", "initial_loss_scale": 2.0**20}},
     "checked": {"on_nonfinite": "skip", "gather_after_step": True},
     "tiny buckets": {"bucket": {"bytes": 3000}},
+    "compact": {"precision": {"params": "bfloat16", "optimizer": "compact"}},
+    "compact, clipped": {"precision": {"params": "bfloat16", "optimizer": "compact"}, "gradient_clipping": 0.05},
 }
 
 
@@ -160,6 +162,8 @@ DAILY = [
     Case("both", 3, "aot_eager", None, "float16, overflowing"),
     Case("both", 3, "eager", None, "coalesced", "frozen_inside", "momentum"),
     Case("both", 3, "aot_eager", "bfloat16", "tiny buckets", "mlp", "whole"),
+    Case("optimizer", 3, "aot_eager", "bfloat16", "compact"),
+    Case("optimizer", 2, "eager", "bfloat16", "compact, clipped", "unused"),
 ]
 PRODUCT = [
     Case(offload, stage, mode, params, more, model, optimizer)
@@ -180,6 +184,13 @@ PRODUCT = [
     if (stage == 3 or not OFFLOADS[offload].get("params"))
     and (stage < 3 or more != "checked")
     and (params is None or not more.startswith("float16"))
+] + [
+    Case("optimizer", stage, mode, "bfloat16", more, model)
+    for stage, mode, (more, model) in itertools.product(
+        (1, 2, 3),
+        ("eager", "aot_eager"),
+        [("compact", "decoder"), ("compact", "frozen_inside"), ("compact, clipped", "tied")],
+    )
 ]
 
 
@@ -199,7 +210,8 @@ def test_training_is_bit_equal(pools: Pools, case: Case) -> None:
             assert last.host_optimizer == 0
         elif offload["optimizer"] == "all":
             assert last.optimizer - 300 * len(trained) <= last.host_optimizer <= last.optimizer  # beside step counters
-            assert last.host_optimizer > 0 and last.host_masters == last.masters
+            assert last.host_optimizer > 0
+            assert last.host_masters == last.masters - (2 * elements if case.more.startswith("compact") else 0)
         else:
             first = found.memory[found.applied.index(True)]
             assert first.host_masters == first.masters and first.host_optimizer > 0
@@ -210,6 +222,8 @@ def test_training_is_bit_equal(pools: Pools, case: Case) -> None:
             assert last.host_masters == last.masters
         elif not half:
             assert last.host_shards == last.host_masters == 0
+        elif case.more.startswith("compact"):
+            assert (last.masters, last.shards, last.host_shards) == (3 * elements, before.shards, 0)
         elif offload["optimizer"] == "all":
             assert last.host_masters == 4 * elements and last.shards == before.shards + 2 * elements
 
@@ -222,14 +236,14 @@ def train(engine: Any, name: str) -> dict[str, Tensor]:
     return {key: engine.local(name, key) for key in ("param", "exp_avg", "exp_avg_sq", "step")}
 
 
-def life(stage: int, params: str | None, offload: str) -> list[str]:
+def life(stage: int, params: str | None, offload: str, more: str = "") -> list[str]:
     """Reads and writes of every kind between steps, profiling, and the model after the end; names of what differs."""
     found: list[dict[str, Any]] = []
     name = "blocks.1.mlp.up.weight"
     for chosen in ("", offload):
         module = build(entry("mlp"))
         seen: dict[str, Any] = {}
-        config = Case(offload, stage, "eager", params).config(chosen)
+        config = Case(offload, stage, "eager", params, more).config(chosen)
         engine = zw.initialize(module, OPTIMIZERS["adamw"](list(module.parameters())), config)
         seen["a step"] = train(engine, name)
         engine.set_full(name, torch.full((32, 16), 1 / 3))
@@ -273,6 +287,11 @@ def life(stage: int, params: str | None, offload: str) -> list[str]:
 def test_a_whole_life(pools: Pools, stage: int, params: str | None, offload: str) -> None:
     for differing in pools(2).run(life, stage, params, offload):
         assert differing == []
+
+
+@daily(("stage",), [(3,)], [(1,), (2,)])
+def test_a_whole_life_of_compact_states(pools: Pools, stage: int) -> None:
+    assert pools(2).run(life, stage, "bfloat16", "optimizer", "compact") == [[], []]
 
 
 def alone() -> bool:
