@@ -67,8 +67,8 @@ class Costs:
     against the start of the step, as if none of them were moved to host memory. copy: of such a move, by its bytes,
     no time where nothing was moved; moves: what any rank can move. filled: bytes of flats, reductions in flight and
     activations at most while it was measured; resident: of everything else, model state included; room: bytes that
-    could be allocated at most; 0 where that is unknown. held[i]: bytes, without its gradient flat, that event i, if it is a
-    reduction, has until it is settled; empty where that is unknown.
+    could be allocated at most; 0 where that is unknown. held[i]: bytes, without its gradient flat, that event i, if it
+    is a reduction, has until it is settled; empty where that is unknown.
     """
 
     compute: tuple[float, ...]
