@@ -172,7 +172,11 @@ def test_a_dead_rank_is_named_at_once(disposable: Pools, dead: int) -> None:
     outcomes = disposable(2).outcomes(one_dies, dead)
     assert outcomes[dead].exit_code == 3
     text = outcomes[1 - dead].value
-    assert "rank 1 (last seen at 'the first') did not arrive" in text if dead else "] rank 0 has gone" in text
+    assert (
+        "rank 1 (last seen at 'the first') will not arrive: the connection" in text
+        if dead
+        else "] rank 0 has gone" in text
+    )
 
 
 def over_a_part(ranks: list[int]) -> list[int] | None:

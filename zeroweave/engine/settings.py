@@ -142,7 +142,8 @@ class ScheduleSettings:
     """What of the config decides schedules; see docs/schedule.md.
 
     `keep`: "auto", "none", "all", or names of buckets. `memory_budget`: bytes of device memory, "auto" as
-    `schedule.budget` has it, "none" for no limit. `stage`: true if asynchronous saves have been asked for.
+    `schedule.budget` has it, "none": no budget is computed, and `keep` "auto" keeps nothing. `stage`: true if
+    asynchronous saves have been asked for.
     """
 
     prefetch: int | Literal["auto"]

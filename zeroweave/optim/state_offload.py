@@ -142,7 +142,7 @@ class _Landed(NamedTuple):
     here: tuple[torch.Tensor, ...]
     """see `Shard.here`"""
     master: torch.Tensor | None
-    """one tensor of the device, where the master at rest is none"""
+    """as one device tensor, if it is split or in host memory at rest"""
     compact: CompactMoments | None
     random: torch.Tensor | None
     """room for the noise by which both are rounded"""

@@ -125,8 +125,8 @@ class ShardedOptimizer:
     def by_bucket(self) -> bool:
         """True if buckets may be updated one at a time, in any order: known optimizers, no hooks, no replaced `step`.
 
-        Whole matrices travel in an order that all ranks share, which that of a step that departs from its schedule is
-        not: they are updated when all gradients are there.
+        Sending whole matrices needs one order of buckets on all ranks. A step that departs from its schedule has none,
+        so whole matrices are updated when all gradients are there.
         """
         return self._matrices is None and self._separable
 

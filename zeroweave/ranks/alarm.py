@@ -3,17 +3,19 @@
 A rank that is blocked in a collective can only be ended. So each process has a thread that tells the coordinator, each
 second, where this rank is, and ends the process, with the reason on stderr, when the coordinator says so:
 
-1. Another rank failed and told so (`failed`), and this one does not fail alike: it fails elsewhere, leaves, or
-   begins a collective, or an operation of the control group, that the other had not begun when it failed; or it has
-   begun such a one in a process group of the program's own, and waits there for `rules.ALIKE_SECONDS`; or it does none
-   of these before the deadline, however slow it is. If all ranks fail alike, nobody waits for anybody: no process is
-   ended and training can go on.
+1. Another rank reported a failure (`failed`), and this one did not fail in the same place. One of these shows it:
+   - it fails elsewhere, or leaves;
+   - it begins a collective, or an operation of the control group, that the failed rank had not begun;
+   - it has waited `rules.ALIKE_SECONDS` in such a collective of a process group of the program's own;
+   - it has done none of these by the deadline.
+   If all ranks fail in the same place, no process is ended, and training can continue.
 2. Another rank has issued all collectives of its step, or has left, and this one has issued more: it waits in
    a collective that the other will never issue.
 3. Another process has ended through an uncaught exception.
-4. A rank has waited past the deadline in a collective for one that has issued fewer, and none meanwhile. A rank
-   that is silent, too, is given at least a minute of silence, unless its process is stopped on its machine. How long
-   a rank computes, or is silent, while nobody waits for it does not matter.
+4. A rank has waited in a collective for longer than the deadline. The rank that it waits for has issued fewer
+   collectives, and no new one in that time. If that one is silent, too, it is given at least a minute of silence,
+   unless its process is stopped on its machine. How long a rank computes, or is silent, while nobody waits for it does
+   not matter.
 5. Another rank has issued other collectives than this one.
 
 Without the coordinator the thread decides two things itself: that rank 0 has gone without a word, and that it has been

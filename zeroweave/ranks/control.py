@@ -42,10 +42,10 @@ NO_ANSWER: Final = "rank 0, whose process coordinates the ranks, has not answere
 class Agreement:
     """What one rank brings to the agreement of a step.
 
-    `count` and `hash` are the ledger's; `flags` are bits or bytes, equally many on all ranks, of which the decision has
-    each that any rank has; `candidate` is the hash of the schedule that this rank would adopt, 0 for none, and `record`
-    that of the computation that it was made for; `options` is the hash of those that the rank would update by. 64
-    bits each. `nonfinite`: a gradient of this rank is.
+    `count` and `hash` are the ledger's; `flags` are bits or bytes, equally many on all ranks: the decision has their
+    union; `candidate` is the hash of the schedule that this rank would adopt, 0 for none, and `record` that of the
+    computation that it was made for; `options` is the hash of those that the rank would update by. 64 bits each.
+    `nonfinite`: a gradient of this rank is.
     """
 
     step: int

@@ -228,8 +228,12 @@ class Coordinator:
             {rank: f"{on[rank]} (last seen at '{self._members[rank].place}')" for rank in sorted(lost or missing)}
         )
         label = next(iter(self._brought.values())).label
-        how = "for its connection was lost" if lost else f"within the deadline of {deadline:g} s"
-        error = AgreementError(f"[ZW502] at '{label}': {who} did not arrive {how}")
+        how = (
+            "will not arrive: the connection was lost"
+            if lost
+            else f"did not arrive within the deadline of {deadline:g} s"
+        )
+        error = AgreementError(f"[ZW502] at '{label}': {who} {how}")
         self._over = Answer(error=error, over=True, late=not lost)
         self._answer(self._over, list(self._brought))
         self._brought.clear()

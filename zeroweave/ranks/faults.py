@@ -1,4 +1,6 @@
-"""Faults that a test asks for: one rank dies, hangs or is slow where a phase of a step begins. See docs/checkpoints.md.
+"""Faults that a test asks for: one rank dies, hangs or is slow where a phase of a step begins.
+
+See docs/failures.md, "Faults for tests".
 
     ZEROWEAVE_FAULT="kill:rank=1,step=7,phase=backward"
 

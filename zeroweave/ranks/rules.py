@@ -8,14 +8,15 @@ from typing import Final
 from zeroweave.ranks.status import Member, names, nodes
 
 ALIKE_SECONDS: Final = 10.0
-"""How long a failure waits for ranks that have begun a collective of the program's own which the failed one had not.
+"""Seconds that a rank gets to fail alike while it is in a collective of the program's own process group.
 
-They wait for the failed one, unless another thread of it comes to that. Others are waited for up to the deadline.
+That is one which the failed rank had not begun, so it probably cannot leave it. Any other rank gets until the deadline.
 """
 SILENCE: Final = 60
-"""Looks without a sign of life after which a rank that is late is so for certain.
+"""Looks without a sign of life after which a late rank counts as missing.
 
-Of one that lives it takes a new word to know that it has not come: it may have, while a compiler held Python's lock.
+A rank that lives counts as missing only after a new status. It may have reached the collective and been unable to say
+so, because a compiler held Python's lock.
 """
 
 

@@ -153,7 +153,7 @@ class WayBack:
             self._replay.turn(bucket)
 
     def _begin(self, frame: Frame, needed: frozenset[int]) -> None:
-        """Makes usable all that the forward has used, or nothing: the part that a rank needs may depend on its batch.
+        """Gathers all buckets that the forward call used, or none: the part that a rank needs may depend on its batch.
 
         This rank's backward may not come to the call; those of other ranks may.
         """

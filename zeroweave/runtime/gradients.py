@@ -23,8 +23,9 @@ from zeroweave.runtime.reductions import Reductions
 class Gradients:
     """Accounts of all trainable buckets, and the order of their reductions.
 
-    `deliver` tells which buckets are complete. Under a schedule that is when a bucket is issued, if it has its turn;
-    without one the turn alone decides. `order` is the order that all ranks have agreed on.
+    `deliver` returns the buckets whose announced gradients are all there. With a schedule, a bucket is reduced once it
+    is complete and next in the schedule; without one, at its turn, complete or not. `order` is the order that all ranks
+    have agreed on.
     """
 
     def __init__(
@@ -163,8 +164,8 @@ class Gradients:
         """Starts the reduction of what the bucket has now; missing slots count as zeros.
 
         A local sum travels in the dtype in which it was added up, if no other is set for reductions: rounding it
-        would lose more than the roundings of its terms' reductions. So do all buckets then, on all ranks: some may
-        have had gradients for a bucket, and others none.
+        would lose more than the roundings of its terms' reductions. All buckets of this backward travel in that dtype
+        then, on all ranks: another rank may have a local sum where this one has none.
         """
         account = self._accounts[bucket_id]
         bucket, like = account.bucket, account.bucket.flat

@@ -1,4 +1,4 @@
-"""Slack: device memory that the computation needs at another time of a step, and states on their way may take now."""
+"""Slack: how far memory in use is now below the most that was in use as a call began. States may travel in it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _SHARE: Final = 0.85
 
 
 class Slack:
-    """An account by what is in use as calls begin. What a call needs inside comes on top of that.
+    """Counts memory in use as calls begin. What a call allocates inside is not counted, and can raise a step's peak.
 
-    So the peak of a step rises where a call that needs much inside begins with little in use. `in_use()`: bytes of
+    `in_use()`: bytes of
     device memory; always 0 where they are not counted. `capacity()`: so many there can be. `states`: those bytes in use
     that states on their way take.
     """

@@ -23,9 +23,10 @@ class Frame:
     frame holds its buckets.
 
     On the tape: `saves`: its graph keeps values of parameters, which a backward that comes to it reads; `trains`: it
-    does wherever its input has a gradient, and has one itself; `silent`: it keeps no graph, because it runs again in
-    the backward, or has none. `segment`: see `_torch.autograd.checkpoint_segment`. `compiled`: True if it, or the call
-    that it runs again, runs compiled; None: unknown.
+    has trained parameters, so its output has a gradient, and its graph keeps values of parameters if its input has one,
+    too; `silent`: it keeps no graph, because it runs again in the backward, or has none. `segment`: see
+    `_torch.autograd.checkpoint_segment`. `compiled`: True if it, or the call that it runs again, runs compiled; None:
+    unknown.
     """
 
     call: Call

@@ -319,7 +319,7 @@ class Transfers:
         return Snapshot(tensors, self._aside)
 
     def make_room(self, nbytes: int, most: int) -> None:
-        """Lets more than `most` downloads keep their device tensors only where there is room for so many bytes."""
+        """Frees the tensors of the oldest downloads until there is room for `nbytes`, or `most` downloads are left."""
         while len(self._leaving) > most and self.slack.room <= nbytes:
             self._retire()
 

@@ -49,8 +49,9 @@ def foreseen(costs: Costs, schedule: Schedule) -> int:
 def budget(costs: Costs, measured: Schedule) -> int | None:
     """Bytes of flats, reductions in flight and activations that "auto" may reach; None for no budget.
 
-    None where memory is not counted. None, too, where the room is smaller than "auto" takes without a budget: what
-    `measured`, which the costs are of, needs, and one bucket more. See `lowered` for what such a budget leaves out.
+    None where memory is not counted. None, too, if the budget would be smaller than what "auto" uses without one: the
+    memory of `measured`, the schedule whose costs these are, and one bucket more. See `lowered` for what such a budget
+    leaves out.
     """
     if not costs.room:
         return None

@@ -38,7 +38,7 @@ def keep(schedule: Schedule) -> Schedule:
     while chosen:
         kept = held(schedule, chosen, [bucket for bucket, stays in chosen.items() if stays])
         prediction = predict(prefetch(kept), costs)
-        if prediction.peak <= most:  # it may be over: where less is waited for, reductions are over later
+        if prediction.peak <= most:  # it may not be: with shorter waits, reductions end later in the step
             # Memory that is kept is not there to gather ahead.
             return kept if price(prediction) <= price(predict(ahead, costs)) else schedule
         chosen = dict(list(chosen.items())[: len(chosen) * 3 // 4])
