@@ -131,7 +131,7 @@ def test_a_rank_that_has_gone_is_named_to_who_comes_later(address: Address) -> N
     meet(ranks)
     ranks[2].close()
     for rank in ranks[:2]:
-        with pytest.raises(AgreementError, match=r"at 'here': rank 2 \(last seen at 'all_gather_bytes'\) did not arr"):
+        with pytest.raises(AgreementError, match=r"at 'here': rank 2 \(last seen at 'all_gather_bytes'\) will not arr"):
             rank.barrier("here")
         assert rank.broken is not None and not rank.late
 
