@@ -38,7 +38,7 @@ engine = zw.initialize(model, torch.optim.AdamW(model.parameters(), lr=0.01), co
 generator = torch.Generator().manual_seed(engine.rank)
 losses = []
 for step in range({STEPS}):
-    while int((folder / "strangers").read_text() or 0) < step * {CONNECTIONS} // {STEPS}:
+    while int((folder / "strangers").read_text() or 0) < (step + 1) * {CONNECTIONS} // {STEPS}:
         time.sleep(0.01)  # the steps last as long as the strangers
     loss = engine.train_step(torch.randn(4, 8, generator=generator), lambda output, _: output.square().mean())
     losses.append(loss.item().hex())
