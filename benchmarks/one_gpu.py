@@ -162,14 +162,13 @@ def run(arm: str, asked: argparse.Namespace, device: torch.device) -> dict[str, 
     model.train()
     if asked.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if "liger" in extras:
+    if "liger" in extras or "ligerloss" in extras:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-        _apply_liger_kernel_to_instance(model=model, **({"rope": False} if "norope" in extras else {}))
-    if "ligerloss" in extras:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-        _apply_liger_kernel_to_instance(model=model, rope=False, rms_norm=False, **{mlp_of(asked.size): False})
+        without = ["rope"] if "norope" in extras else []
+        if "ligerloss" in extras:
+            without = ["rope", "rms_norm", mlp_of(asked.size)]
+        _apply_liger_kernel_to_instance(model=model, **dict.fromkeys(without, False))
     engine = engine_of(model, extras, asked.rate, asked.gas, asked.lower) if kind == "zw" else None
     if engine is not None:
         step = engine_step(engine)

@@ -283,19 +283,20 @@ def test_an_optimizer_whose_state_is_emptied_begins_anew(way: str) -> None:
     assert all(torch.equal(value, fresh.parameters()[name]) for name, value in world.parameters().items())
 
 
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that has taken a step before there is an engine."""
+    optimizer = KINDS["adam"](model)
+    for name, gradient in random_gradients(model, 0).items():
+        model.get_parameter(name).grad = gradient
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
 def test_states_that_were_there_before_are_taken_over() -> None:
     net = build_net()
-
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = KINDS["adam"](model)
-        for name, gradient in random_gradients(model, 0).items():
-            model.get_parameter(name).grad = gradient
-        optimizer.step()
-        optimizer.zero_grad()
-        return optimizer
-
-    world = World(net, make, 2, BF16, compact=True)
-    optimizer = make(net)
+    world = World(net, stepped, 2, BF16, compact=True)
+    optimizer = stepped(net)
     for (name, key), value in states(world).items():
         wanted = optimizer.state[net.get_parameter(name)][key]
         root = (lambda t: t.sqrt()) if key == "exp_avg_sq" else (lambda t: t)

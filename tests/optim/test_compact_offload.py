@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.optim.kernels import Kernels
-from tests.optim.test_compact import KINDS, RESETS, WITHOUT, no_memory, states
+from tests.optim.test_compact import KINDS, RESETS, WITHOUT, no_memory, states, stepped
 from tests.optim.test_state_offload import Noting, step
 from tests.optim.world import Rank, World, build_net, random_gradients
 from zeroweave.optim.codes import BLOCK
@@ -230,14 +230,6 @@ def test_states_can_be_shown_after_a_landing_that_failed(monkeypatch: pytest.Mon
 
 
 def test_states_that_were_there_before_are_taken_over() -> None:
-    def stepped(model: torch.nn.Module) -> torch.optim.Optimizer:
-        optimizer = KINDS["adam"](model)
-        for name, gradient in random_gradients(model, 0).items():
-            model.get_parameter(name).grad = gradient
-        optimizer.step()
-        optimizer.zero_grad()
-        return optimizer
-
     here, there = (World(build_net(), stepped, 2, BF16, offload, compact=True) for offload in ("", "optimizer"))
     assert_at_home(there)
     assert {key for _, key in states(there)} == set(CODES) and differing(here, there) == []

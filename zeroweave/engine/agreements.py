@@ -156,11 +156,9 @@ class Agreements:
     def schedule(self, schedule: Schedule) -> None:
         """Raises `AgreementError` on all ranks unless all would follow this schedule. Collective."""
         self._changes += 1
-        label, seconds = (
-            f"change {self._changes} of the schedule",
-            min(SCHEDULE_SECONDS, self._control.deadline_seconds),
-        )
-        ranks = self._control.all_gather_bytes(schedule.fingerprint.to_bytes(8, "little"), label, seconds)
+        mine, label = schedule.fingerprint.to_bytes(8, "little"), f"change {self._changes} of the schedule"
+        seconds = min(SCHEDULE_SECONDS, self._control.deadline_seconds)
+        ranks = self._control.all_gather_bytes(mine, label, seconds)
         other = next((rank for rank, theirs in enumerate(ranks) if theirs != ranks[0]), 0)
         if other:
             found = self._first_difference(schedule.words(), other)

@@ -217,7 +217,7 @@ class PlannedRank:
     def _held(self, model: nn.Module, buckets: Sequence[Any]) -> list[torch.Tensor]:
         """What is always on the device; the model's buffers among it, which are put there."""
         homes = [bucket.home for bucket in buckets]
-        held = [tensor for home in homes for tensor in home.at_rest[: len(home.at_rest) - len(home.hosts)]]
+        held = [tensor for home in homes for tensor in home.on_device]
         held += [home.source for home in homes if not home.source_on_host]
         held += [bucket.near.values for bucket in buckets if bucket.near is not None]
         buffers = {id(b): _on_cpu(b) for b in model.buffers()}

@@ -143,6 +143,11 @@ class Shard:
         return (self.master,) if self._remainder is None else (self.source, self._remainder)
 
     @property
+    def on_device(self) -> tuple[torch.Tensor, ...]:
+        """What of the tensors `at_rest` is on the device."""
+        return self.at_rest[: len(self.at_rest) - len(self.hosts)]
+
+    @property
     def saves(self) -> int:
         """Device bytes that a movable master saves while it is in host memory."""
         away = self.master.itemsize - self._dtype.itemsize if self._remainder is None else self._remainder.itemsize
@@ -150,7 +155,7 @@ class Shard:
 
     def here(self, come: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The tensors `at_rest`, of which those of `hosts` have `come` to the device. They may be written."""
-        return (*self.at_rest[: len(self.at_rest) - len(come)], *come)
+        return (*self.on_device, *come)
 
     def join(self, here: Sequence[torch.Tensor]) -> torch.Tensor:
         """The master as one tensor of the device, of what is `here`; to be written, and split."""
