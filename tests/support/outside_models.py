@@ -216,5 +216,7 @@ OUTSIDE_MODELS = (
     Entry("optional_modules", Towers, choices, with_choices, config=OPTIONAL, stages=(3,)),
     # What is kept needs no order of calls; without one, ranks that enter different calls adopt no schedule.
     Entry("optional_modules_kept", Towers, choices, with_choices, config=OPTIONAL, stages=(1, 2), steady=False),
-    Entry("left_out_later", Towers, later_choices, with_choices),
+    Entry("left_out_later", Towers, later_choices, with_choices, stages=(3,)),
+    # Ranks at stages 1 and 2 depart from the schedule instead of passing over calls: exact, with gathers on demand.
+    Entry("left_out_later_kept", Towers, later_choices, with_choices, stages=(1, 2), steady=False),
 )
