@@ -206,15 +206,17 @@ def test_training_is_bit_equal(pools: Pools, case: Case) -> None:
         assert (last.masters, last.optimizer) == (before.masters, before.optimizer)
         half = case.params or case.more.startswith("float16")
         offload = OFFLOADS[case.offload]
+        # The upper halves of masters of bfloat16 parameters are the shards, and are where these are.
+        stay = 2 * elements if case.params == "bfloat16" and not offload.get("params") else 0
         if "optimizer" not in offload:
             assert last.host_optimizer == 0
         elif offload["optimizer"] == "all":
             assert last.optimizer - 300 * len(trained) <= last.host_optimizer <= last.optimizer  # beside step counters
             assert last.host_optimizer > 0
-            assert last.host_masters == last.masters - (2 * elements if case.more.startswith("compact") else 0)
+            assert last.host_masters == last.masters - stay
         else:
             first = found.memory[found.applied.index(True)]
-            assert first.host_masters == first.masters and first.host_optimizer > 0
+            assert first.host_masters == first.masters - stay and first.host_optimizer > 0
             gained = last.device - first.device
             assert 0 < gained <= offload["memory_budget"] and 0 < last.host < first.host
         if offload.get("params"):
@@ -225,7 +227,8 @@ def test_training_is_bit_equal(pools: Pools, case: Case) -> None:
         elif case.more.startswith("compact"):
             assert (last.masters, last.shards, last.host_shards) == (3 * elements, before.shards, 0)
         elif offload["optimizer"] == "all":
-            assert last.host_masters == 4 * elements and last.shards == before.shards + 2 * elements
+            assert last.masters == 4 * elements and last.host_shards == 0
+            assert last.shards == before.shards + (0 if case.params == "bfloat16" else 2 * elements)
 
 
 def train(engine: Any, name: str) -> dict[str, Tensor]:
