@@ -86,7 +86,7 @@ def test_defaults() -> None:
         "regions": "auto",
         "lower": "inductor",
         "recompile_limit": 16,
-        "cuda_graphs": False,
+        "cuda_graphs": True,
         "activation_budget": 1.0,
         "prefetch": "auto",
         "keep": "auto",

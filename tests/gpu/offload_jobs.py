@@ -57,7 +57,7 @@ def pinned(tensors: list[Tensor]) -> list[bool]:
 
 
 def homes(offload: str) -> tuple[list[bool], list[bool], list[bool]]:
-    """What of moments, masters and what is gathered lies in pinned host memory, after three steps."""
+    """What of moments, masters (or remainders), and what is gathered lies in pinned host memory, after three steps."""
     device = join()
     with start(SMALL, settings(3, "eager", torch.bfloat16, offload), torch.bfloat16) as engine:
         for index in range(3):
@@ -65,7 +65,7 @@ def homes(offload: str) -> tuple[list[bool], list[bool], list[bool]]:
         moments = [value for state in engine.optimizer.state.values() for value in state.values() if value.dim()]
         homes = [bucket.home for bucket in engine._runtime.buckets.values()]
         assert moments and all(home.wider for home in homes)
-        return pinned(moments), pinned([home.master for home in homes]), pinned([home.source for home in homes])
+        return pinned(moments), pinned([home.at_rest[-1] for home in homes]), pinned([home.source for home in homes])
 
 
 def compact_homes(offload: str) -> tuple[list[bool], list[bool], list[bool]]:

@@ -88,7 +88,6 @@ def test_code_that_asks_for_values_is_refused_by_the_name_of_its_module() -> Non
     [
         ({"on_nonfinite": "skip"}, "on_nonfinite"),
         ({"precision": {"params": "float16"}}, "loss_scale"),
-        ({"compile": {"cuda_graphs": True}}, "cuda_graphs"),
         ({"experts": {"parallel_size": 2, "parameters": ["x"]}}, "experts"),
         ({"offload": {"optimizer": "adaptive", "memory_budget": 1}}, "'adaptive'.* measured on the GPU"),
     ],

@@ -94,7 +94,9 @@ def about(blocks: int) -> About:
         model="Llama",
         device="cuda:0, an accelerator",
         versions={"zeroweave": "0.1.0", "PyTorch": "2.13.0"},
-        config=Config.load({"stage": 3, "gradient_clipping": 1.5}).model_dump(mode="json"),
+        config=Config.load({"stage": 3, "gradient_clipping": 1.5, "compile": {"cuda_graphs": False}}).model_dump(
+            mode="json"
+        ),
         buckets=build_layout(specs, 2, 1 << 30, True, {}),
         stats=Stats(
             compiled_calls=720,

@@ -186,6 +186,26 @@ def test_a_recording_that_breaks_off_is_not_kept() -> None:
     assert both.double.captures == 2 + 2 * LAYERS
 
 
+def test_recordings_are_given_up_where_memory_is_short() -> None:
+    both = Both()
+    for seed in range(4):
+        both.step(4, seed)
+    both.double.roomy = False
+    both.step(4, 5)  # needs no further memory
+    assert both.double.cleared == 0 and not both.told
+    for seed in range(4):
+        both.step(5, seed)
+        both.step(4, seed)
+    short = "the device has no room for a call's memory twice"
+    assert both.told == [short] and both.double.cleared == 1 and both.double.captures == 2 * LAYERS
+    assert both.graphs.why == {short: 8}, "each of these units"
+    both.double.roomy = True
+    launched = both.graphs.launched
+    both.step(4, 9)
+    both.step(4, 10)
+    assert both.graphs.launched == launched + 4 * LAYERS
+
+
 def test_nothing_is_recorded_while_parameters_move() -> None:
     both = Both()
     for _ in range(4):

@@ -18,7 +18,7 @@ class Pool:
     """Memory of `nbytes`. What is allocated is free again when no tensor has it. What is free holds NaN."""
 
     def __init__(self, nbytes: int) -> None:
-        self._memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self.nbytes, self._memory = nbytes, torch.zeros(nbytes, dtype=torch.uint8)
         self._taken: list[tuple[int, int, StorageReference]] = []
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -75,11 +75,12 @@ class ReplayedCode:
 
 
 class GraphDouble:
-    """See `zeroweave.runtime.call_graphs.Capture`. `fails(run)`: captures of this code fail."""
+    """See `zeroweave.runtime.call_graphs.Capture`. `fails()`: the next capture fails. `roomy`: what `has_room` says."""
 
     def __init__(self, nbytes: int = 1 << 22, fails: Callable[[], bool] = lambda: False) -> None:
         self.pool = Pool(nbytes)
-        self.replays = self.captures = 0
+        self.replays = self.captures = self.cleared = 0
+        self.roomy = True
         self._fails = fails
 
     def capture(self, run: Callable[[list[Any]], Any], args: list[Any]) -> tuple[ReplayedCode, Any]:
@@ -103,8 +104,15 @@ class GraphDouble:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.pool.empty((numel,), (1,), dtype)
 
+    def has_room(self) -> bool:
+        return self.roomy
+
     def make_room(self) -> None:
         pass
+
+    def clear(self) -> None:
+        assert self.nbytes == self.pool.nbytes, "a tensor has memory of the pool"
+        self.cleared += 1
 
     @property
     def nbytes(self) -> int:

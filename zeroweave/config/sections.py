@@ -146,8 +146,8 @@ class CompileConfig(Section):
     passes: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Your passes, which run after the built-in ones, each as "module:function"."""
 
-    cuda_graphs: bool = False
-    """Compiled calls are launched as CUDA graphs, once steps have settled; the program's own code runs in each step."""
+    cuda_graphs: bool = True
+    """On GPUs compiled calls are launched as CUDA graphs, once steps have settled and where memory is not short."""
 
     dynamic: bool | None = None
     """As in torch.compile: None: dynamic shapes after the first recompile; true: at once; false: never."""

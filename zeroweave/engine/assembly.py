@@ -195,7 +195,7 @@ def _assemble(
     paired = partial(Paired, control=control, ledger=ledger) if ways_differ else None
     transport = Wire(meeting, device, paired=paired)
     trains = optimizer is not None
-    capture = capture_for(device) if settings.compile.cuda_graphs else None
+    capture = capture_for(device) if settings.compile.enabled and settings.compile.cuda_graphs else None
     call_graphs = None
     if capture is not None:
         tell, checks = partial(_tell_no_graph, journal), settings.debug.check_graphs

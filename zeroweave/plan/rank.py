@@ -333,7 +333,6 @@ def _refuse(config: Config, layouts: Sequence[BucketLayout]) -> None:
         )
     unknown = {
         "experts": config.experts.parallel_size > 1,
-        "compile.cuda_graphs": config.compile.cuda_graphs,
         "activations": config.activations.free_threshold_bytes is not None,
         "precision.loss_scale or on_nonfinite": checks(config, layouts),
     }

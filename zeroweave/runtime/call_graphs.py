@@ -10,7 +10,8 @@ recording.
     RECORDING  each template is captured, and launched at once
     REPLAYING  the unit has followed a recording so far; where it departs, the rest of it is PLAIN
 
-A unit is recorded when its signature has been seen before: what it runs is warm then.
+A unit is recorded when its signature has been seen before: what it runs is warm then. Nothing else can use memory
+of the pool. So there are recordings only while the device has room for one more unit beside the pool.
 """
 
 from __future__ import annotations
@@ -53,8 +54,14 @@ class Capture(Protocol):
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor [numel] in memory of the pool."""
 
+    def has_room(self) -> bool:
+        """True if the device has memory for two units, of which the pool may have one. Nothing of a unit is alive."""
+
     def make_room(self) -> None:
         """Gives cached memory back: a recording begins, which needs memory of the pool."""
+
+    def clear(self) -> None:
+        """Gives the pool's memory back. There is no graph and no tensor of it."""
 
     @property
     def nbytes(self) -> int:
@@ -236,13 +243,26 @@ class CallGraphs:
         if (known := self._recordings.get(signature)) is not None:
             self._recordings.move_to_end(signature)
             self._mode, self._unit = Mode.REPLAYING, known
-        elif settled and signature in self._seen:
+            return
+        known_before = signature in self._seen
+        self._seen[signature] = None
+        if len(self._seen) > 4 * RECORDINGS:
+            self._seen.popitem(last=False)
+        records = settled and known_before
+        if not (records or self._recordings):
+            return
+        if not self._capture.has_room():
+            self._give_back()
+        elif records:
             self._mode, self._unit = Mode.RECORDING, Recording()
             self._capture.make_room()
-        else:
-            self._seen[signature] = None
-            if len(self._seen) > 4 * RECORDINGS:
-                self._seen.popitem(last=False)
+
+    def _give_back(self) -> None:
+        """The device has no room for a unit beside the pool."""
+        self._note("the device has no room for a call's memory twice")
+        if self._recordings:
+            self._recordings.clear()
+            self._capture.clear()
 
     def _end(self) -> None:
         unit, mode = self._unit, self._mode
@@ -267,6 +287,11 @@ class CallGraphs:
         self._end()
         self._recordings.clear()
         self._seen.clear()
+
+    def _note(self, why: str) -> None:
+        if why not in self.why:
+            self._tell(why)
+        self.why[why] += 1
 
     def _depart(self, reason: str) -> None:
         """The rest of the unit is plain."""
@@ -417,9 +442,7 @@ class CallGraphs:
                     args[i].untyped_storage().resize_(0)
         if step.graph is None:
             assert why is not None
-            if why not in self.why:
-                self._tell(why)
-            self.why[why] += 1
+            self._note(why)
             self.plain += 1
             return run(args)
         step.graph.replay()

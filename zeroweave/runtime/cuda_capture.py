@@ -16,11 +16,16 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = torch.cuda.Stream(device)  # the default stream cannot be captured
+        self._unit = 0
+        """bytes that tensors had at most, in addition to those that are alive between units"""
+        self._open_pool()
+
+    def _open_pool(self) -> None:
         self._pool = torch.cuda.MemPool()
         self._handle: Any = self._pool.id
-        self._stream = torch.cuda.Stream(device)  # the default stream cannot be captured
         # PyTorch's host allocator lets no graph into a pool that had graphs and has none: this one stays.
-        self._first, _ = self.capture(lambda args: args[0].zero_(), [torch.zeros((), device=device)])
+        self._first, _ = self.capture(lambda args: args[0].zero_(), [torch.zeros((), device=self._device)])
 
     def capture(self, run: Callable[[list[Any]], Any], args: list[Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
@@ -41,7 +46,17 @@ class CudaCapture:
         with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool, self._device):
             return unfilled(numel, dtype, self._device)
 
+    def has_room(self) -> bool:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        now = torch.cuda.memory_allocated(self._device)
+        self._unit = max(self._unit, self.nbytes, torch.cuda.max_memory_allocated(self._device) - now)
+        return free + torch.cuda.memory_reserved(self._device) - now >= 2 * self._unit
+
     def make_room(self) -> None:
+        torch.cuda.empty_cache()
+
+    def clear(self) -> None:
+        self._open_pool()
         torch.cuda.empty_cache()
 
     @property
