@@ -35,6 +35,7 @@ def configuration(stage: int, variants: Sequence[str], options: Options) -> dict
     """The config of one setting: zeroweave's own for this comparison, the command line's, then each variant's."""
     lowering: dict[str, Any] = {"enabled": False} if options.lower == "none" else {"lower": options.lower}
     lowering["memory_budget"] = "none"  # memory is compared with that of peers, which fill none that is free
+    lowering["cuda_graphs"] = False  # a variant turns them on
     config: dict[str, Any] = {
         "stage": stage,
         "gradient_accumulation_steps": options.gas,

@@ -32,6 +32,7 @@ def test_nothing_is_compiled_if_nothing_is_lowered() -> None:
     assert configuration(2, (), Options(lower="none"))["compile"] == {
         "enabled": False,
         "memory_budget": "none",
+        "cuda_graphs": False,
     }
 
 
