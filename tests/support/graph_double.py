@@ -75,23 +75,25 @@ class ReplayedCode:
 
 
 class GraphDouble:
-    """See `zeroweave.runtime.call_graphs.Capture`. `fails()`: the next capture fails. `roomy`: what `has_room` says."""
+    """See `zeroweave.runtime.call_graphs.Capture`. `fails(run)`: its capture fails. `roomy`: what `has_room` says."""
 
-    def __init__(self, nbytes: int = 1 << 22, fails: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, nbytes: int = 1 << 22, fails: Callable[[Any], bool] = lambda run: False) -> None:
         self.pool = Pool(nbytes)
         self.replays = self.captures = self.cleared = 0
-        self.roomy = True
+        self.roomy, self._spoilt = True, False
         self._fails = fails
 
     def capture(self, run: Callable[[list[Any]], Any], args: list[Any]) -> tuple[ReplayedCode, Any]:
-        if self._fails():
+        assert not self._spoilt, "the pool of a failed capture is used"
+        if self._fails(run):
+            self._spoilt = True
             raise RuntimeError("operation not permitted when stream is capturing")
         self.captures += 1
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         empty = [tensor for tensor in tensors if tensor.numel() and not tensor.untyped_storage().nbytes()]
         storages = {arg.untyped_storage()._cdata for arg in tensors}
         results = list(run(list(args)))
-        for tensor in empty:
+        for tensor in (each for each in empty if each.untyped_storage().nbytes()):
             moved = self.pool.empty(tensor.shape, tensor.stride(), tensor.dtype).copy_(tensor)
             tensor.set_(moved.untyped_storage(), 0, tensor.shape, tensor.stride())  # type: ignore[call-overload]
         into = []
@@ -112,7 +114,7 @@ class GraphDouble:
 
     def clear(self) -> None:
         assert self.nbytes == self.pool.nbytes, "a tensor has memory of the pool"
-        self.cleared += 1
+        self.cleared, self._spoilt = self.cleared + 1, False
 
     @property
     def nbytes(self) -> int:

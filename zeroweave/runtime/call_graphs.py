@@ -10,8 +10,9 @@ recording.
     RECORDING  each template is captured, and launched at once
     REPLAYING  the unit has followed a recording so far; where it departs, the rest of it is PLAIN
 
-A unit is recorded when its signature has been seen before: what it runs is warm then. Nothing else can use memory
-of the pool. So there are recordings only while the device has room for one more unit beside the pool.
+A unit is recorded when its signature has been seen before, and all that it runs has run then: code that runs for the
+first time may compile and measure kernels. Nothing else can use memory of the pool. So there are recordings only while
+the device has room for one more unit beside the pool.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class Capture(Protocol):
     """The device, as graphs of calls need it."""
 
     def capture(self, run: Run, args: list[Any]) -> tuple[Graph, Any]:
-        """The graph of what `run` launches, and what it returns, in memory of the pool. Nothing is executed."""
+        """The graph of what `run` launches, and what it returns, in memory of the pool. Nothing is executed.
+
+        After an exception only `clear` may be called.
+        """
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor [numel] in memory of the pool."""
@@ -61,7 +65,7 @@ class Capture(Protocol):
         """Gives cached memory back: a recording begins, which needs memory of the pool."""
 
     def clear(self) -> None:
-        """Gives the pool's memory back. There is no graph and no tensor of it."""
+        """Begins a new pool, and gives the memory of the old one back. There is no graph and no tensor of that."""
 
     @property
     def nbytes(self) -> int:
@@ -208,10 +212,17 @@ class CallGraphs:
     ) -> None:
         self._device, self._capture, self._tell, self._checks = device, capture, tell, checks
         self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
-        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._seen: OrderedDict[Hashable, dict[int, Run]] = OrderedDict()
+        """code that has run plainly in units of each signature, by identity"""
+        self._refused: dict[int, tuple[Run, str]] = {}
+        """code that cannot be captured, by identity, and why"""
+        self._fresh = True
+        """False from a failed capture on, until the pool is another one"""
         self._mode = Mode.PLAIN
         self._unit: Recording | None = None
         self._signature: Hashable = None
+        self._warm: dict[int, Run] = {}
+        """of the unit's signature, see `_seen`"""
         self._next = 0
         self._living: list[Block] = []
         """blocks of a recording that is made, which were alive at its last step"""
@@ -239,30 +250,31 @@ class CallGraphs:
         if self._unit is not None and any(block.alive for block in self._unit.blocks):
             return  # the unit continues
         self._end()
-        self._signature = signature
+        if not self._fresh:
+            self._renew()
+        records = settled and signature in self._seen
+        self._signature, self._warm = signature, self._seen.setdefault(signature, {})
+        if len(self._seen) > 4 * RECORDINGS:
+            self._seen.popitem(last=False)
         if (known := self._recordings.get(signature)) is not None:
             self._recordings.move_to_end(signature)
             self._mode, self._unit = Mode.REPLAYING, known
             return
-        known_before = signature in self._seen
-        self._seen[signature] = None
-        if len(self._seen) > 4 * RECORDINGS:
-            self._seen.popitem(last=False)
-        records = settled and known_before
         if not (records or self._recordings):
             return
         if not self._capture.has_room():
-            self._give_back()
+            self._note("the device has no room for a call's memory twice")
+            if self._recordings:
+                self._renew()
         elif records:
             self._mode, self._unit = Mode.RECORDING, Recording()
             self._capture.make_room()
 
-    def _give_back(self) -> None:
-        """The device has no room for a unit beside the pool."""
-        self._note("the device has no room for a call's memory twice")
-        if self._recordings:
-            self._recordings.clear()
-            self._capture.clear()
+    def _renew(self) -> None:
+        """Drops all recordings with their memory."""
+        self._recordings.clear()
+        self._capture.clear()
+        self._fresh = True
 
     def _end(self) -> None:
         unit, mode = self._unit, self._mode
@@ -287,6 +299,7 @@ class CallGraphs:
         self._end()
         self._recordings.clear()
         self._seen.clear()
+        self._warm, self._refused = {}, {}
 
     def _note(self, why: str) -> None:
         if why not in self.why:
@@ -363,8 +376,11 @@ class CallGraphs:
                     return self._launch(step, args)
                 self._depart(why)
         elif self._mode is Mode.RECORDING:
-            return self._record(run, args, bound())
+            if id(run) in self._warm:
+                return self._record(run, args, bound())
+            self._mode = Mode.PLAIN  # the next unit is recorded
         self.plain += 1
+        self._warm[id(run)] = run
         return run(args)
 
     def _mismatch(self, step: Execution, args: Sequence[Any]) -> str | None:
@@ -413,6 +429,8 @@ class CallGraphs:
         given: list[Any] = list(args)
         empty: list[int] = []
         statics: dict[int, Block] = {}
+        if id(run) in self._refused:
+            return self._without_graph(run, args, self._refused[id(run)][1])
         why = None
         for i, arg in enumerate(args):
             if not isinstance(arg, Tensor) or arg.device.type != self._device.type:
@@ -438,27 +456,32 @@ class CallGraphs:
                 step.graph, outputs = self._capture.capture(run, list(given))
             except Exception as error:  # anything that the code cannot do inside a capture
                 why = f"it cannot be captured: {error}"
+                self._refused[id(run)] = run, why
+                self._mode, self._fresh = Mode.PLAIN, False
                 for i in empty:
                     args[i].untyped_storage().resize_(0)
         if step.graph is None:
             assert why is not None
-            self._note(why)
-            self.plain += 1
-            return run(args)
+            return self._without_graph(run, args, why)
         step.graph.replay()
         self.launched += 1
         if numbers is not None:
             self._compare(run, copies, numbers, [*outputs, *given])
         for i in empty:
-            storage = given[i].untyped_storage()
-            self._hand_out(block := Block(storage))
-            step.filled.append((i, block.pattern(View.of(given[i]))))
+            if (storage := given[i].untyped_storage()).nbytes():  # else the code does not use it
+                self._hand_out(block := Block(storage))
+                step.filled.append((i, block.pattern(View.of(given[i]))))
         outputs = list(outputs)
         made: dict[int, Block] = {}
         for i, output in enumerate(outputs):
             self._note_output(step, i, output, given, statics, made)
         args.clear()
         return outputs
+
+    def _without_graph(self, run: Run, args: list[Any], why: str) -> Any:
+        self._note(why)
+        self.plain += 1
+        return run(args)
 
     def _compare(self, run: Run, copies: list[Any], numbers: Tensor, found: Sequence[Any]) -> None:
         """Runs the code without its graph: on `copies` of its arguments, with the same random `numbers`.

@@ -47,15 +47,17 @@ class CudaCapture:
             return unfilled(numel, dtype, self._device)
 
     def has_room(self) -> bool:
-        free, _ = torch.cuda.mem_get_info(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(self._device))
         now = torch.cuda.memory_allocated(self._device)
         self._unit = max(self._unit, self.nbytes, torch.cuda.max_memory_allocated(self._device) - now)
-        return free + torch.cuda.memory_reserved(self._device) - now >= 2 * self._unit
+        return min(free + torch.cuda.memory_reserved(self._device), allowed) - now >= 2 * self._unit
 
     def make_room(self) -> None:
         torch.cuda.empty_cache()
 
     def clear(self) -> None:
+        del self._first, self._pool  # in this order: PyTorch ends the process where a pool ends before its graphs
         self._open_pool()
         torch.cuda.empty_cache()
 
