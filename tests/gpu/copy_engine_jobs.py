@@ -82,6 +82,7 @@ def trained(way: str, stage: int, mode: str, steps: int, accumulated: int = 1) -
     """Steps of ranks that are late now and then."""
     device = join()
     settings = {**config(stage, mode, torch.bfloat16), "gradient_accumulation_steps": accumulated}
+    settings["compile"]["cuda_graphs"] = False  # for which kernels gather into places, too
     with deterministic(), start(SMALL, by(way, settings), torch.bfloat16) as engine:
         engine._parts.transport.wrap(Late)
         losses = [step(engine, tokens(SMALL, device, index)) for index in range(steps * accumulated)]
@@ -180,7 +181,7 @@ def both_strayed(stage: int, prefetch: int) -> list[tuple[list[float], str, int,
 def net(device: torch.device, way: str, **settings: Any) -> Any:
     torch.manual_seed(0)
     model = Net().to(device)
-    compiling = {"lower": "aot_eager", "record_steps": 0, **settings}
+    compiling = {"lower": "aot_eager", "record_steps": 0, "cuda_graphs": False, **settings}
     made = {"stage": 3, "bucket": {"bytes": 4096}, "compile": compiling, "deadline_seconds": 60.0}
     return zw.initialize(model, adamw(model.parameters()), by(way, made))
 

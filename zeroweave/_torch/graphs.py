@@ -1,4 +1,4 @@
-"""Captures of CUDA graphs that fail, and the memory of those that do not."""
+"""Captures of CUDA graphs that fail, and the memory of graphs."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ def end_failed_capture(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.dev
     sound.capture_begin(capture_error_mode="thread_local")
     nothing.zero_()
     sound.capture_end()
+
+
+def free_workspaces() -> None:
+    """Frees the workspaces of cuBLAS, which makes others when it needs them.
+
+    Why: it keeps one for each stream, up to 64 MiB. That of a captured stream lies in the pool of its graphs, and would
+    stay there when these are gone. Other graphs may still write there: before what their pool puts there later.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def unused_bytes(pool: tuple[int, int]) -> int:

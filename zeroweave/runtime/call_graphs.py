@@ -67,6 +67,9 @@ class Capture(Protocol):
     def clear(self) -> None:
         """Begins a new pool, and gives the memory of the old one back. There is no graph and no tensor of that."""
 
+    def close(self) -> None:
+        """Gives the pool's memory back, for good."""
+
     @property
     def nbytes(self) -> int:
         """Bytes of the pool that no tensor has."""
@@ -300,6 +303,7 @@ class CallGraphs:
         self._recordings.clear()
         self._seen.clear()
         self._warm, self._refused = {}, {}
+        self._capture.close()
 
     def _note(self, why: str) -> None:
         if why not in self.why:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zeroweave._torch.graphs import end_failed_capture, unused_bytes
+from zeroweave._torch.graphs import end_failed_capture, free_workspaces, unused_bytes
 from zeroweave._torch.storages import unfilled
 
 
@@ -57,9 +57,13 @@ class CudaCapture:
         torch.cuda.empty_cache()
 
     def clear(self) -> None:
-        del self._first, self._pool  # in this order: PyTorch ends the process where a pool ends before its graphs
+        self.close()
         self._open_pool()
         torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        del self._first, self._pool
+        free_workspaces()
 
     @property
     def nbytes(self) -> int:
