@@ -24,6 +24,9 @@ together: rank r has shard r of
 in that order, so that the ranks at one place of all replicas together have one part of the flat, their *near shard*.
 They gather it from their shards (`across`), and the ranks of a replica gather the flat from near shards (`inside`).
 
+Where shards are *copied*, `world` consecutive ranks share a bucket, and each of the `copies` groups of them has all of
+it. The ranks at one place of all groups have the same shard, and reduce its gradient among themselves (`across`).
+
 All counts and offsets are in elements unless a name says bytes.
 """
 
@@ -122,6 +125,7 @@ class BucketLayout:
     `numel` is a positive multiple of `world * ALIGN_BYTES / itemsize`. `group` names its sharding group, of which there
     are `groups`, with `world` ranks each: every `groups`-th rank, or `consecutive` ones. `replicas`: how many groups of
     consecutive ranks gather it among themselves; a divisor of `world`, and 1 unless all ranks share the bucket.
+    `copies`: how many groups of consecutive ranks have the same shards.
     """
 
     id: int
@@ -136,6 +140,7 @@ class BucketLayout:
     groups: int = 1
     replicas: int = 1
     consecutive: bool = False
+    copies: int = 1
 
     @property
     def trainable(self) -> bool:
@@ -154,7 +159,11 @@ class BucketLayout:
 
     def number(self, rank: int) -> int:
         """Which of the `groups` groups `rank` of the engine is in."""
-        return rank // self.world if self.consecutive else rank % self.groups
+        return rank // self.world % self.groups if self.consecutive else rank % self.groups
+
+    def copy(self, rank: int) -> int:
+        """Which of the copies of its shard `rank` of the engine has."""
+        return rank // self.world if self.copies > 1 else 0
 
     def place(self, rank: int) -> int:
         """The place of `rank` of the engine in its group: the rank has that place's shard."""
@@ -177,11 +186,22 @@ class BucketLayout:
         groups = self.replicas
         return replace(self, group=INSIDE, world=self.group_size, groups=groups, replicas=1, consecutive=True)
 
+    @property
+    def everywhere(self) -> str:
+        """The name of the group of all ranks that have its parameters: `group`, or all ranks if shards are copied."""
+        return WORLD if self.copies > 1 else self.group
+
+    @property
+    def crosses(self) -> bool:
+        """True if its gradient is reduced across groups after it was reduced inside."""
+        return self.replicas > 1 or self.copies > 1
+
     @cached_property
     def across(self) -> BucketLayout:
-        """How a near shard is gathered from shards and reduced to them. It has no slots."""
-        world, groups, numel = self.replicas, self.group_size, self.inside.shard_numel
-        return replace(self, group=ACROSS, world=world, groups=groups, replicas=1, slots=(), numel=numel)
+        """How a near shard is gathered from shards and reduced to them, or a copied shard reduced. It has no slots."""
+        world, groups, numel = self.replicas * self.copies, self.group_size, self.inside.shard_numel
+        alone = replace(self, replicas=1, copies=1, consecutive=False)
+        return replace(alone, group=ACROSS, world=world, groups=groups, slots=(), numel=numel)
 
     def keys(self, name: str) -> tuple[str, ...]:
         """The names that parameter `name` has for all ranks: one for each group's own, by the group's number."""
@@ -232,6 +252,7 @@ def build_layout(
     by_block: int = True,
     groups: Mapping[str, int] | None = None,
     replicas: int = 1,
+    copied: bool = False,
 ) -> tuple[BucketLayout, ...]:
     """Lay the parameters out in buckets; ids count from 0 in the order of each bucket's first parameter.
 
@@ -243,7 +264,7 @@ def build_layout(
     has its own bucket. A slot never spans buckets.
 
     `groups`: how many groups the `world` ranks form under each name of a sharding group; 1 for names that it lacks.
-    `replicas`: of buckets that all ranks share.
+    `replicas`: of buckets that all ranks share. `copied`: each of them has all shards.
 
     The result depends on the arguments alone, so every rank computes the same. ValueError for a world or
     size below 1, a number of groups or replicas that does not divide the world, a name given twice, or an item size
@@ -261,7 +282,7 @@ def build_layout(
     filled.sort(key=lambda members: order[members[0].name])
     names = _bucket_names(filled, by_block)
     return tuple(
-        _lay_out(bucket, name, members, world, groups.get(members[0].group, 1), replicas)
+        _lay_out(bucket, name, members, world, groups.get(members[0].group, 1), replicas, copied and replicas > 1)
         for bucket, (name, members) in enumerate(zip(names, filled, strict=True))
     )
 
@@ -379,9 +400,11 @@ def _split_by_size(alike: Sequence[ParameterSpec], world: int, max_bytes: int) -
 
 
 def _lay_out(
-    bucket: int, name: str, members: Sequence[ParameterSpec], ranks: int, groups: int, replicas: int
+    bucket: int, name: str, members: Sequence[ParameterSpec], ranks: int, groups: int, replicas: int, copied: bool
 ) -> BucketLayout:
-    first, world = members[0], ranks // groups
+    first = members[0]
+    copied = copied and first.group == WORLD
+    world = ranks // (replicas if copied else groups)
     slots: list[Slot] = []
     end = 0
     for spec in sorted(members, key=lambda spec: spec.together):
@@ -393,12 +416,14 @@ def _lay_out(
         dtype=first.dtype,
         itemsize=first.itemsize,
         requires_grad=first.requires_grad,
-        group=first.group,
+        group=INSIDE if copied else first.group,
         world=world,
         slots=tuple(slots),
         numel=round_up(end, world * ALIGN_BYTES) // first.itemsize,
         groups=groups,
-        replicas=replicas if first.group == WORLD else 1,
+        replicas=replicas if first.group == WORLD and not copied else 1,
+        consecutive=copied,
+        copies=replicas if copied else 1,
     )
 
 

@@ -148,7 +148,7 @@ EVERYTHING: dict[str, Any] = {
         "dynamic": False,
     },
     "transport": {"gathers": "kernel"},
-    "sharding": {"group_size": 8, "optional": ["model.visual*"]},
+    "sharding": {"group_size": 8, "states": "group", "optional": ["model.visual*"]},
     "experts": {"parameters": ["*.experts.*"], "parallel_size": 2},
     "activations": {"free_threshold_bytes": 1 << 20},
     "checkpoint": {"keep_last": 3, "keep_every": 100, "save_on_signal": "runs/7"},
@@ -177,7 +177,7 @@ reduce = { depth = 1, op = "predivide" }
 activations = { free_threshold_bytes = 1048576 }
 transport = { gathers = "kernel" }
 log_dir = "runs/7/log"
-sharding = { group_size = 8, optional = ["model.visual*"] }
+sharding = { group_size = 8, states = "group", optional = ["model.visual*"] }
 experts = { parameters = ["*.experts.*"], parallel_size = 2 }
 
 [log]

@@ -239,6 +239,13 @@ def test_sharding_groups_send_less_between_nodes_and_take_memory(tmp_path: Path)
     assert groups["seconds"] < 0.5 * one["seconds"]
     assert groups["parameters"] > one["parameters"] and groups["optimizer"] == one["optimizer"]
     assert '"sharding": {"group_size": 8}' in result.output
+    result = CliRunner().invoke(cli.app, [*asked, "--states", "group"])
+    assert result.exit_code == 0, result.output
+    rows = {(r["group_size"], r["schedule"]): r for r in json.loads((tmp_path / "plan.json").read_text())["rows"]}
+    copied = rows[8, "prefetch 1"]
+    assert copied["optimizer"] == pytest.approx(2 * groups["optimizer"], rel=0.01)
+    assert copied["parameters"] < groups["parameters"], "there is one part of the model, and no second one to gather from"
+    assert copied["seconds"] == pytest.approx(groups["seconds"], rel=0.05) and "group_size" in result.output
 
 
 def test_rings_across_groups_share_the_adapters_of_a_node() -> None:

@@ -26,10 +26,13 @@ from zeroweave.schedule import (
 )
 
 
-def replicated(blocks: int = 2, micro_steps: int = 2, by_bucket: bool = False, depth: int = 2) -> Schedule:
+def replicated(
+    blocks: int = 2, micro_steps: int = 2, by_bucket: bool = False, depth: int = 2, copied: bool = False
+) -> Schedule:
     facts = stack_facts(blocks, 1)
     trained = frozenset(bucket.id for bucket in facts.buckets if bucket.trainable)
-    facts = replace(facts, replicated=trained, update_by_bucket=by_bucket, depth=depth)
+    spread = frozenset[int]() if copied else trained
+    facts = replace(facts, replicated=trained, spread=spread, update_by_bucket=by_bucket, depth=depth)
     return compile_schedule(stack(blocks, micro_steps, 1), facts)
 
 
@@ -53,12 +56,15 @@ def test_what_crosses_groups_crosses_once_behind_all_reductions_in_their_order(b
     updates = [index for index, each in enumerate(schedule.instructions) if isinstance(each, Update)]
     gathers = [each.bucket for each in schedule.instructions[updates[-1] :] if isinstance(each, GatherAcross)]
     assert gathers == sorted(schedule.facts.replicated), "in the order of the layout"
+    copied = replicated(by_bucket=by_bucket, copied=True)
+    assert copied.instructions == tuple(each for each in schedule.instructions if not isinstance(each, GatherAcross))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_passes_keep_it_right(seed: int) -> None:
     record, facts = random_case(seed)
-    facts = replace(facts, replicated=frozenset(bucket.id for bucket in facts.buckets if bucket.trainable))
+    trained = frozenset(bucket.id for bucket in facts.buckets if bucket.trainable)
+    facts = replace(facts, replicated=trained, spread=trained)
     schedule = compile_schedule(record, facts)
     if not schedule.instructions:
         return

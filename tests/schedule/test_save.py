@@ -24,7 +24,8 @@ def cases() -> list[Schedule]:
         record, facts = random_case(seed)
         keep = "auto" if seed % 3 == 0 else frozenset({0}) if seed % 3 == 1 else frozenset[int]()
         if seed % 4 == 3:
-            facts = replace(facts, replicated=frozenset(b.id for b in facts.buckets if b.trainable))
+            trained = frozenset(b.id for b in facts.buckets if b.trainable)
+            facts = replace(facts, replicated=trained, spread=trained)
         facts = replace(facts, free=seed % 2 == 0, keep=keep, memory=seed or None, stage=seed % 3 == 0)
         if seed % 2:
             record, facts = with_needs(record, random.Random(seed)), replace(facts, offload=True)

@@ -38,9 +38,10 @@ class Case:
     gas: int
     world: int = 2
     group_size: int | None = None
+    states: str = "all"
 
     def __str__(self) -> str:
-        groups = f"-groups{self.group_size}" if self.group_size else ""
+        groups = f"-groups{self.group_size}{self.states}" if self.group_size else ""
         return f"{self.model}-z{self.stage}-{self.mode}-gas{self.gas}-world{self.world}{groups}"
 
     def config(self) -> dict[str, Any]:
@@ -50,7 +51,7 @@ class Case:
             "stage": self.stage,
             "gradient_accumulation_steps": self.gas,
             "deadline_seconds": 200.0,
-            "sharding": {"group_size": self.group_size},
+            "sharding": {"group_size": self.group_size, "states": self.states},
             **more,
             "compile": {**compile_, **more.get("compile", {})},
         }

@@ -171,10 +171,15 @@ class ShardingConfig(Section):
     group_size: Annotated[int, Field(ge=1)] | None = None
     """Ranks that gather parameters together, normally those of one node; a divisor of all ranks. None: all ranks.
 
-    Parameters are sharded over groups of so many consecutive ranks and replicated across groups. Optimizer states are
-    sharded over all ranks. Between groups each step sends two parts of the model, however many micro-steps it has:
-    gradients before the update, and parameters after it. A rank keeps model / group_size in the dtype of the
-    computation, and as much for gradients."""
+    Parameters are sharded over groups of so many consecutive ranks and replicated across groups. Between groups each
+    step sends two parts of the model, however many micro-steps it has: gradients before the update, and parameters
+    after it. A rank keeps model / group_size in the dtype of the computation, and as much for gradients."""
+
+    states: Literal["all", "group"] = "all"
+    """Whether optimizer states are sharded over all ranks or over those of a group, so that each group has all.
+
+    With "group" gradients are all-reduced between groups, and nothing is sent after the update. As many bytes travel; a
+    rank keeps states / group_size."""
 
     optional: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Stage 3: patterns of the names of modules (fnmatch) that some ranks may leave out of a forward.

@@ -170,7 +170,10 @@ def _assemble(
     if optimizer is not None and (left := in_no_group(optimizer, named)):
         warn(left, control.rank)
     groups, replicas = groups_of(settings.experts, control.world), replicas_of(settings, control.world)
-    layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups, replicas)
+    copied = settings.sharding.states == "group"
+    layouts = build_layout(
+        specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups, replicas, copied
+    )
     has = set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
     outside = [m for _, m in matching(model, settings.sharding.optional, "sharding.optional")]
     optional = {id(p) for module in outside for p in module.parameters()}

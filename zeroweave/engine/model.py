@@ -112,7 +112,7 @@ def fill(runtime: Runtime, named: Mapping[str, nn.Parameter], weights: Weights) 
         if layout.number(runtime.transport.rank) == runtime.transport.rank:
             for view, slot in zip(bucket.views(full), layout.slots, strict=True):
                 view.copy_(weights.whole(slot.name))
-        runtime.transport.broadcast(full, group=layout.group)
+        runtime.transport.broadcast(full, group=layout.everywhere)
         bucket.put(bucket.slice(full))
 
 

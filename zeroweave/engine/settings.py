@@ -133,7 +133,8 @@ def facts_of(
         offload=policy.offload_threshold is not None,
         placed=placed,
         copied=frozenset() if least is None else placed,  # the memory of all places is registered then
-        replicated=frozenset(b.id for b in layouts if b.replicas > 1 and b.trainable),
+        replicated=frozenset(b.id for b in layouts if b.crosses and b.trainable),
+        spread=frozenset(b.id for b in layouts if b.replicas > 1 and b.trainable),
     )
 
 

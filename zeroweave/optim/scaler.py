@@ -175,8 +175,9 @@ class Scaler:
         return norm
 
     def _norms(self) -> list[torch.Tensor]:
-        accounts = sorted(self._gradients.accounts.items())
-        return foreach_norms([each.shard for _, each in accounts if each.shard is not None and each.shard.numel()])
+        """Of the gradients that no rank before this one has, too."""
+        accounts = (each for _, each in sorted(self._gradients.accounts.items()) if not each.bucket.copy)
+        return foreach_norms([each.shard for each in accounts if each.shard is not None and each.shard.numel()])
 
     @property
     def _factor(self) -> torch.Tensor | float | None:

@@ -175,7 +175,7 @@ def take(
             views = bucket.views(flat)
             for i in mine if transport.rank == source else ():
                 views[i].copy_(held[named[layout.slots[i].name]][key])
-            transport.broadcast(flat.view(torch.uint8), group=layout.group)  # gloo does not know all dtypes
+            transport.broadcast(flat.view(torch.uint8), group=layout.everywhere)  # gloo does not know all dtypes
             shard = bucket.slice(flat).to(home(layout.id), copy=True)
             cut.update(((i, key), bucket.fragment(shard, i)) for i in mine)
             del flat, views, shard  # before the next ones are made

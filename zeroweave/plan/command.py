@@ -59,6 +59,9 @@ def plan(
         list[int] | None,
         typer.Option(metavar="N", min=1, help="of sharding groups; may be given several times", show_default="all"),
     ] = None,
+    states: Annotated[
+        Literal["all", "group"], typer.Option(help="which ranks share optimizer states, with --group-size")
+    ] = "all",
     ranks_per_node: Annotated[int, typer.Option(metavar="N", min=1, help="ranks of a node")] = 8,
     calibrate: Annotated[
         Path | None,
@@ -105,6 +108,7 @@ def plan(
             "loss": loss,
             "gradient_accumulation_steps": gas,
             "gradient_clipping": 1.0 if clip else None,
+            "sharding": {"states": states},
         }
         every = (3,) if "params" in away else (1, 2, 3)
         stages = every if stage == "all" else (int(stage),)

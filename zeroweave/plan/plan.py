@@ -114,7 +114,7 @@ def make(
     for world in worlds:
         for stage in stages:
             for size in dict.fromkeys(None if size is None or size >= world else size for size in group_sizes):
-                config = Config.load({**settings, "stage": stage, "sharding": {"group_size": size}})
+                config = Config.load({**settings, "stage": stage, "sharding": _sharding(settings, size)})
                 groups = "" if size is None else f" in groups of {size}"
                 tell(f"planning stage {stage} on {world} {'rank' if world == 1 else 'ranks'}{groups}")
                 found = PlannedRank(*source(), adamw, config, world, hardware).measure(room)
@@ -188,9 +188,13 @@ def config_of(row: Row, settings: Mapping[str, Any], room: int) -> dict[str, Any
         "keep auto": {"memory_budget": room},
     }
     compiled = {**settings.get("compile", {}), **schedules[row.schedule]}
-    groups = {"group_size": row.group_size}
-    config = Config.load({**settings, "stage": row.stage, "compile": compiled, "sharding": groups})
+    sharding = _sharding(settings, row.group_size)
+    config = Config.load({**settings, "stage": row.stage, "compile": compiled, "sharding": sharding})
     return {"stage": row.stage, **config.model_dump(mode="json", exclude_defaults=True)}
+
+
+def _sharding(settings: Mapping[str, Any], group_size: int | None) -> dict[str, Any]:
+    return {**settings.get("sharding", {}), "group_size": group_size}
 
 
 def refuse_worlds(worlds: Iterable[int]) -> None:

@@ -165,7 +165,8 @@ class PlannedRank:
         self._meter = meter = Meter(clock, hardware)
         named, cpu = own_parameters(model), torch.device("cpu")
         specs, replicas = specs_of(model, named, frozenset(), config, None), replicas_of(config, world)
-        layouts = build_layout(specs, world, config.bucket.bytes, config.bucket.by_block, replicas=replicas)
+        copied, bucket = config.sharding.states == "group", config.bucket
+        layouts = build_layout(specs, world, bucket.bytes, bucket.by_block, replicas=replicas, copied=copied)
         self._group_size = world // replicas
         _refuse(config, layouts)
         policy, moments_off = policy_of(config, layouts, named.keys()), config.offload.optimizer != "none"

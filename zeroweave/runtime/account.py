@@ -37,7 +37,7 @@ class Account:
         """[numel / world] the reduced gradient of the window"""
         self._counted = 0
         self._near: torch.Tensor | None = None
-        """[numel / group] of a replicated bucket what was reduced inside and not yet across replicas"""
+        """[numel / group] what was reduced inside a group and not yet across groups"""
         self.dtype = torch.promote_types(accumulate_dtype, bucket.dtype)
         """in which gradients add up: never narrower than their own"""
         self.reset()
@@ -214,8 +214,8 @@ class Account:
         return parts
 
     def settle(self, result: torch.Tensor) -> None:
-        """The window's first result is its gradient; later ones are added. Of a replicated bucket its near sum is."""
-        if self.bucket.layout.replicas == 1:
+        """The window's first result is its gradient; later ones are added. Where groups follow, the near sum is."""
+        if not self.bucket.layout.crosses:
             self.arrive(result)
         else:
             with torch.no_grad():
@@ -223,7 +223,7 @@ class Account:
             self._count()
 
     def take_near(self) -> torch.Tensor | None:
-        """Hands the near sum over, to be reduced across replicas, and forgets it; None: there is none."""
+        """Hands the near sum over, to be reduced across groups, and forgets it; None: there is none."""
         near, self._near = self._near, None
         self._count()
         return near

@@ -72,6 +72,8 @@ class Bucket(Flat):
         """this rank's place in the bucket's sharding group"""
         self.number = layout.number(transport.rank)
         """which of the groups of that name it is in, which owns these parameters"""
+        self.copy = layout.copy(transport.rank)
+        """which of the copies of its shard this rank has"""
         if not self.is_shard:
             self.storage.resize_(layout.nbytes)  # for as long as views of it are made
         # `.data` gives each parameter its own version counter, so that a write to one is seen and named.

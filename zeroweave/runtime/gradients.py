@@ -170,16 +170,16 @@ class Gradients:
         account = self._accounts[bucket_id]
         bucket, like = account.bucket, account.bucket.flat
         layout = bucket.layout.inside
-        out = self._targets.get(bucket_id) if account.shard is None and layout is bucket.layout else None
+        out = self._targets.get(bucket_id) if account.shard is None and not bucket.layout.crosses else None
         if self.unreduced:
             like, out = torch.empty(0, dtype=account.dtype, device=bucket.device), None
         self.reductions.start(bucket_id, account.issue(), layout, like, account.settle, out=out)
 
     def cross(self, bucket_id: int) -> None:
-        """Starts the reduction across replicas of what has settled inside; does nothing if there is none."""
-        account = self._accounts[bucket_id]
+        """Starts the reduction across groups of what has settled inside; does nothing if there is none."""
+        account, layout = self._accounts[bucket_id], self._accounts[bucket_id].bucket.layout
         if (near := account.take_near()) is not None:
-            self.reductions.start(bucket_id, near, account.bucket.layout.across, near, account.arrive)
+            self.reductions.start(bucket_id, near, layout.across, near, account.arrive, whole=layout.copies > 1)
 
     def settle_all(self) -> None:
         """The window's gradients are complete: all reductions are settled, inside and across replicas. Collective."""
@@ -190,8 +190,13 @@ class Gradients:
 
     @property
     def replicated(self) -> tuple[int, ...]:
-        """Buckets that are reduced across replicas too, in the order in which all ranks do that."""
-        return tuple(b for b in self.order if self._accounts[b].bucket.layout.replicas > 1)
+        """Buckets that are reduced across groups too, in the order in which all ranks do that."""
+        return tuple(b for b in self.order if self._accounts[b].bucket.layout.crosses)
+
+    @property
+    def spread(self) -> tuple[int, ...]:
+        """Buckets that are gathered across groups after their update, in the order of the layout."""
+        return tuple(b for b, account in sorted(self._accounts.items()) if account.bucket.layout.replicas > 1)
 
     # ------------------------------------------------------------------ backward and window
     def unissued(self) -> tuple[int, ...]:

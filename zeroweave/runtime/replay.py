@@ -254,7 +254,7 @@ class Replay:
             across = self._gradients.replicated
             self._execute(*map(ReduceAcross, across), *map(Settle, across))
             self.executor.finish(map(Update, order), update)
-            self._execute(*map(GatherAcross, sorted(across)))
+            self._execute(*map(GatherAcross, self._gradients.spread))
             self.executor.drop_holds()
 
     def clear(self) -> None:

@@ -346,9 +346,9 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     until one more fits (``depth``, and none of this bucket in flight), ``Reduce``. At the end the
     rest settles, every reduced bucket is updated in the order of its last ``Settle``, and the kept buckets are
     dropped, but for those that no update changes. Replicated buckets: after the last ``Settle`` a ``ReduceAcross``
-    each, in the order of their reductions, one more ``Settle`` before the update, and after all updates a
-    ``GatherAcross`` each, in the order of the layout. Both orders are also those of a rank that has departed: ranks may
-    depart alone.
+    each, in the order of their reductions, and one more ``Settle`` before the update. Those that are spread: after all
+    updates a ``GatherAcross`` each, in the order of the layout. Both orders are also those of a rank that has departed:
+    ranks may depart alone.
 
     Raises ScheduleError for a record that no schedule can fit: calls left and not entered or the reverse,
     unknown buckets, gradients of a bucket that is not trainable.
@@ -418,6 +418,6 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
         else:
             out.extend(map(Settle, across))
             out.extend(map(Update, settled))
-    out.extend(GatherAcross(bucket) for bucket in sorted(facts.replicated.intersection(settled)))
+    out.extend(GatherAcross(bucket) for bucket in sorted(facts.spread.intersection(settled)))
     out.extend(Reshard(bucket) for bucket in kept if facts.by_id[bucket].trainable)
     return Schedule(tuple(out), tuple(record), facts)

@@ -169,7 +169,8 @@ class Facts:
     placed: buckets that are gathered at a fixed address, each in its own place or in one that it shares with others
     that are gathered at other times (see places.py).
     copied: those of the placed that copy engines gather.
-    replicated: trainable buckets that several sharding groups have: reduced and gathered across groups once a step.
+    replicated: trainable buckets that several sharding groups have: reduced across groups once a step.
+    spread: those of them whose shards lie in several groups: gathered across groups after their update.
     memory: bytes of flats, reductions in flight and activations that "auto" may reach; None: what the schedule with
     prefetch 1 reaches, and the largest bucket more.
     costs: what was measured; None before.
@@ -187,6 +188,7 @@ class Facts:
     placed: frozenset[int] = frozenset()
     copied: frozenset[int] = frozenset()
     replicated: frozenset[int] = frozenset()
+    spread: frozenset[int] = frozenset()
     memory: int | None = None
     costs: Costs | None = None
 
@@ -200,6 +202,7 @@ class Facts:
             ("placed", self.placed),
             ("copied", self.copied),
             ("replicated", self.replicated),
+            ("spread", self.spread),
         ):
             if unknown := sorted(set(ids) - self.by_id.keys()):
                 raise ScheduleError(f"{name} names unknown buckets: {unknown}")

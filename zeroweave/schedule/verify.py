@@ -261,8 +261,8 @@ class _State:
         self.crossed[bucket] = False
 
     def _gather_across(self, bucket: int) -> None:
-        if bucket not in self.facts.replicated:
-            raise ScheduleError("the bucket is not replicated")
+        if bucket not in self.facts.spread:
+            raise ScheduleError("the bucket's shards do not lie in several groups")
         if bucket not in self.updated:
             raise ScheduleError("gathered across groups before its update")
         if bucket in self.spread:
@@ -296,7 +296,7 @@ class _State:
                 raise ScheduleError(f"a reduction of {bucket.name} was never settled: its gradient is lost")
             if bucket.trainable and bucket.id not in self.reduced:
                 raise ScheduleError(f"{bucket.name} was never reduced: its gradient is lost")
-            if bucket.id in self.facts.replicated and bucket.id not in self.spread:
+            if bucket.id in self.facts.spread and bucket.id not in self.spread:
                 raise ScheduleError(f"{bucket.name} was never gathered across groups")
             if bucket.trainable and bucket.id not in self.updated:
                 raise ScheduleError(f"{bucket.name} was never updated")

@@ -20,6 +20,14 @@ from tests.support.harness import Pools
 from zeroweave.errors import ConfigError, EngineError
 
 WORLD, MICRO, STEPS = 4, 2, 4
+Group = int | str | None
+"""The size of groups; with a "c" behind it, each group has all optimizer states; None: all ranks are one group."""
+
+
+def sharding(group: Group) -> dict[str, Any]:
+    if isinstance(group, str):
+        return {"group_size": int(group.removesuffix("c")), "states": "group"}
+    return {"group_size": group}
 
 
 class Whole(nn.Module):
@@ -42,7 +50,7 @@ def batch(step: int, micro: int, rank: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-4, 5, (2, 24), generator=generator).to(dtype)
 
 
-def engine_of(group_size: int | None, optimizer: str, config: dict[str, Any]) -> Any:
+def engine_of(group: Group, optimizer: str, config: dict[str, Any]) -> Any:
     torch.manual_seed(3)
     model = Whole()
     make = {
@@ -56,7 +64,7 @@ def engine_of(group_size: int | None, optimizer: str, config: dict[str, Any]) ->
         "stage": 3,
         "gradient_accumulation_steps": MICRO,
         "compile": {"enabled": False},
-        "sharding": {"group_size": group_size},
+        "sharding": sharding(group),
         "bucket": {"bytes": 4096},
         "deadline_seconds": 200,
     }
@@ -90,8 +98,8 @@ def train(engine: Any, steps: range, way: str = "plain") -> list[float]:
     return losses
 
 
-def run(group_size: int | None, optimizer: str, config: dict[str, Any], way: str) -> tuple[Any, ...]:
-    with engine_of(group_size, optimizer, config) as engine:
+def run(group: Group, optimizer: str, config: dict[str, Any], way: str) -> tuple[Any, ...]:
+    with engine_of(group, optimizer, config) as engine:
         losses = train(engine, range(STEPS), way)
         full = {name: engine.full(name) for name, _ in engine.module.named_parameters()}
         return losses, full, engine.state_dict(), engine.get_global_grad_norm()
@@ -109,8 +117,8 @@ def compare(optimizer: str, config: dict[str, Any], way: str) -> list[str]:
     torch.manual_seed(3)
     start = dict(Whole().named_parameters())
     assert any(not torch.equal(value, start[name]) for name, value in expected[1].items())
-    found = ((size, differing(run(size, optimizer, config, way), expected)) for size in (2, 1))
-    return [f"groups of {size}: {each}" for size, wrong in found for each in wrong]
+    found = ((group, differing(run(group, optimizer, config, way), expected)) for group in (2, 1, "2c", "1c"))
+    return [f"groups of {group}: {each}" for group, wrong in found for each in wrong]
 
 
 BF16 = {"precision": {"params": "bfloat16"}}
@@ -146,24 +154,24 @@ def test_groups_change_no_number(name: str, pools: Pools) -> None:
         assert wrong == []
 
 
-def save(folder: Path, group_size: int | None) -> tuple[Any, ...]:
-    with engine_of(group_size, "adamw", BF16) as engine:
+def save(folder: Path, group: Group) -> tuple[Any, ...]:
+    with engine_of(group, "adamw", BF16) as engine:
         train(engine, range(2))
         engine.save(folder)
         train(engine, range(2, STEPS))
         return ({name: engine.full(name) for name, _ in engine.module.named_parameters()},)
 
 
-def load(folder: Path, group_size: int | None) -> tuple[Any, ...]:
-    with engine_of(group_size, "adamw", {**BF16, "stage": 2}) as engine:
+def load(folder: Path, group: Group) -> tuple[Any, ...]:
+    with engine_of(group, "adamw", {**BF16, "stage": 2}) as engine:
         engine.load(folder)
         train(engine, range(2, STEPS))
         return ({name: engine.full(name) for name, _ in engine.module.named_parameters()},)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("of", "to"), [(2, None), (None, 2), (2, 1), (1, 2)])
-def test_checkpoints_load_with_other_groups(of: int | None, to: int | None, pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("of", "to"), [(2, None), (None, 2), (2, 1), (1, 2), ("2c", None), (1, "2c"), ("1c", 2)])
+def test_checkpoints_load_with_other_groups(of: Group, to: Group, pools: Pools, tmp_path: Path) -> None:
     saved, loaded = pools(WORLD).run(save, tmp_path, of), pools(WORLD).run(load, tmp_path, to)
     for (before,), (after,) in zip(saved, loaded, strict=True):
         assert [name for name in before if not torch.equal(before[name], after[name])] == []
@@ -195,6 +203,22 @@ def test_what_crosses_groups_is_sent_once_a_step(pools: Pools) -> None:
     pools(WORLD).run(traffic, 2)
 
 
+def copied_traffic() -> None:
+    with engine_of("2c", "adamw", {}) as engine:
+        train(engine, range(2))
+        assert engine.schedule is not None
+        trained = [each.nbytes // 2 for each in engine.schedule.facts.buckets if each.trainable]
+        there = engine.stats.last_step["all_reduce across"]
+        assert (there.calls, there.payload, there.wire) == (len(trained), sum(trained), sum(trained))
+        assert not {"all_gather across", "reduce_scatter across"} & engine.stats.total.keys()
+        held = engine.stats.memory
+        assert held.gradients == sum(trained) and 0.9 < held.optimizer / sum(trained) / 2 <= 1.1, held
+
+
+def test_groups_with_all_states_send_nothing_after_the_update(pools: Pools) -> None:
+    pools(WORLD).run(copied_traffic)
+
+
 def refused() -> None:
     assert dist.get_world_size() == WORLD
     for config, words in (
@@ -217,11 +241,11 @@ class Branch(nn.Module):
         return torch.stack([self.layers[i](x).sum() * (i + 1) for i in order]).sum()
 
 
-def departing(group_size: int | None, config: dict[str, Any], reads: bool) -> tuple[list[Any], int]:
+def departing(group: Group, config: dict[str, Any], reads: bool) -> tuple[list[Any], int]:
     """From the fifth step on rank 1 leaves a layer out, and so the schedule, which the other ranks follow."""
     torch.manual_seed(3)
     model, seen = Branch(), []
-    base = {"compile": {"enabled": False}, "bucket": {"bytes": 4096}, "sharding": {"group_size": group_size}}
+    base = {"compile": {"enabled": False}, "bucket": {"bytes": 4096}, "sharding": sharding(group)}
     with zw.initialize(model, torch.optim.AdamW(model.parameters(), lr=0.01), {**base, **config}) as engine:
         for step in range(7):
             left_out = step >= 4 and engine.rank == 1
@@ -233,39 +257,41 @@ def departing(group_size: int | None, config: dict[str, Any], reads: bool) -> tu
         return seen, engine.stats.departures
 
 
-def compare_departing(config: dict[str, Any], reads: bool) -> tuple[list[tuple[int, str]], int]:
-    (expected, _), (found, departures) = departing(None, config, reads), departing(2, config, reads)
+def compare_departing(config: dict[str, Any], reads: bool, group: Group) -> tuple[list[tuple[int, str]], int]:
+    (expected, _), (found, departures) = departing(None, config, reads), departing(group, config, reads)
     pairs = enumerate(zip(expected, found, strict=True))
     return [(at, name) for at, (one, two) in pairs for name in one if not torch.equal(one[name], two[name])], departures
 
 
 @pytest.mark.parametrize(
-    ("stage", "depth", "clip", "reads"),
+    ("stage", "depth", "clip", "reads", "group"),
     [
-        (2, 2, None, False),
+        (2, 2, None, False, 2),
         *(
             pytest.param(*each, marks=pytest.mark.matrix)
             for each in [
-                (2, 1, None, False),
-                (2, 2, 1e9, False),
-                (2, 1, None, True),
-                (1, 2, None, True),
-                (1, 1, 1e9, False),
+                (2, 1, None, False, 2),
+                (2, 2, 1e9, False, 2),
+                (2, 1, None, True, 2),
+                (1, 2, None, True, 2),
+                (1, 1, 1e9, False, 2),
+                (2, 2, None, False, "2c"),
+                (1, 1, 1e9, True, "2c"),
             ]
         ),
     ],
 )
 def test_a_rank_departs_from_the_schedule_alone(
-    stage: int, depth: int, clip: float | None, reads: bool, pools: Pools
+    stage: int, depth: int, clip: float | None, reads: bool, group: Group, pools: Pools
 ) -> None:
     config = {"stage": stage, "reduce": {"depth": depth}, "gradient_clipping": clip, "deadline_seconds": 60}
-    found = pools(WORLD).run(compare_departing, config, reads)
+    found = pools(WORLD).run(compare_departing, config, reads, group)
     assert [wrong for wrong, _ in found] == [[]] * WORLD
     assert [departures > 0 for _, departures in found] == [False, True, False, False]
 
 
-def refused_writes(group_size: int | None, stage: int, way: str) -> tuple[str, dict[str, Tensor]]:
-    with engine_of(group_size, "adamw", {"stage": stage, "deadline_seconds": 60}) as engine:
+def refused_writes(group: Group, stage: int, way: str) -> tuple[str, dict[str, Tensor]]:
+    with engine_of(group, "adamw", {"stage": stage, "deadline_seconds": 60}) as engine:
         train(engine, range(2))
         with pytest.raises((EngineError, KeyError)) as told, engine.full_parameters(), torch.no_grad():
             if engine.rank == 0:
@@ -277,9 +303,13 @@ def refused_writes(group_size: int | None, stage: int, way: str) -> tuple[str, d
 
 
 def compare_refused(stage: int, way: str) -> list[str]:
-    (told, expected), (also, found) = refused_writes(None, stage, way), refused_writes(2, stage, way)
-    assert told == also
-    return [name for name in expected if not torch.equal(expected[name], found[name])]
+    told, expected = refused_writes(None, stage, way)
+    wrong = []
+    for group in (2, "2c"):
+        also, found = refused_writes(group, stage, way)
+        assert told == also
+        wrong += [name for name in expected if not torch.equal(expected[name], found[name])]
+    return wrong
 
 
 @pytest.mark.matrix

@@ -13,6 +13,7 @@ from tests.support.parity import Case, check, run_case
 ROWS = [
     Case("mlp", 3, "aot_eager", 4, 4, group_size=2),
     Case("decoder", 1, "eager", 1, 4, group_size=2),
+    Case("decoder", 3, "aot_eager", 4, 4, group_size=2, states="group"),
 ]
 MORE = [
     Case("mlp", 2, "eager", 1, 4, group_size=2),
@@ -30,6 +31,10 @@ MORE = [
         ]
     ),
     *(Case(entry.name, max(entry.stages), "aot_eager", 4, 4, group_size=2) for entry in ZOO),
+    *(Case(entry.name, min(entry.stages), "aot_eager", 1, 4, group_size=2, states="group") for entry in ZOO),
+    Case("mlp", 2, "eager", 4, 4, group_size=1, states="group"),
+    Case("hf_llama", 3, "aot_eager", 4, 8, group_size=4, states="group"),
+    Case("hf_llama", 1, "eager", 1, 8, group_size=2, states="group"),
 ]
 
 

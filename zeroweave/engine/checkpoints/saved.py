@@ -157,7 +157,7 @@ class Saved:
     def _scalars(self, bucket: Bucket) -> Iterator[tuple[str, Any]]:
         """What the optimizer keeps of whole parameters, encoded: told by the first rank that has something of one."""
         layout = bucket.layout
-        for index, slot in enumerate(layout.slots):
+        for index, slot in enumerate(() if bucket.copy else layout.slots):
             sizes = [layout.fragment(index, place).numel for place in range(bucket.rank + 1)]
             if not sizes[-1] or any(sizes[:-1]):
                 continue
@@ -252,9 +252,9 @@ class Saved:
 
 
 def _fragments(bucket: Bucket) -> Iterator[tuple[int, str, Fragment]]:
-    """The slots of which this rank has something, with their NAME; one without elements is the first rank's."""
+    """The slots of which this rank saves something, with their NAME; one without elements is the first rank's."""
     layout = bucket.layout
-    for index, slot in enumerate(layout.slots):
+    for index, slot in enumerate(() if bucket.copy else layout.slots):
         place = layout.fragment(index, bucket.rank)
         if place.numel or not (slot.numel or bucket.rank):
             yield index, layout.keys(slot.name)[bucket.number], place
