@@ -460,7 +460,8 @@ class CallGraphs:
                 step.graph, outputs = self._capture.capture(run, list(given))
             except Exception as error:  # anything that the code cannot do inside a capture
                 why = f"it cannot be captured: {error}"
-                self._refused[id(run)] = run, why
+                if not isinstance(error, torch.OutOfMemoryError):
+                    self._refused[id(run)] = run, why
                 self._mode, self._fresh = Mode.PLAIN, False
                 for i in empty:
                     args[i].untyped_storage().resize_(0)
