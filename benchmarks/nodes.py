@@ -4,8 +4,7 @@
 
 Two nodes are two network namespaces of this machine, with a link of MBIT megabits a second each way, and RANKS ranks
 under gloo on each. An MLP of WIDTH trains under ZeRO-3 in float32, with accumulation. For each group size: the median
-time of a step, what a plan foresees of it by rates that were measured on the same ranks, and the bytes that one rank
-sends inside and across groups in it. Needs Linux, `ip`, `tc`, and the right
+time of a step, and the bytes that one rank sends inside and across groups in it. Needs Linux, `ip`, `tc`, and the right
 to make namespaces.
 """
 
@@ -20,16 +19,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zeroweave as zw
-from zeroweave.plan.hardware import GPUS, Calibration, Hardware
-from zeroweave.plan.plan import make
 
 PORT = 29_611
 """Of the rendezvous; the namespaces are new, and all others' ports are not in them."""
@@ -121,50 +117,25 @@ def run(nodes: Sequence[Node], log: Path, *script: object, **environment: str) -
         raise RuntimeError("\n".join(file.read_text()[-2000:] for file in files))
 
 
-class Loss(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.square().mean()
-
-
-def model_of(arguments: argparse.Namespace) -> nn.Module:
-    torch.manual_seed(0)
-    width = arguments.width
-    layers = (layer for _ in range(arguments.layers) for layer in (nn.Linear(width, width), nn.Tanh()))
-    return nn.Sequential(*layers, Loss())
-
-
-def config_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The config of a step, but for its stage and groups."""
-    return {
-        "gradient_accumulation_steps": arguments.micro_steps,
-        "compile": {"enabled": False, "regions": ["*"]},
-        "bucket": {"bytes": 4 * arguments.width * (arguments.width + 1)},
-    }
-
-
-def foreseen(arguments: argparse.Namespace, calibration: Calibration) -> dict[int, float]:
-    """Seconds of a step by a plan, by the size of groups. The data sheet is that of a GPU; all rates are measured."""
-    sheet = replace(GPUS["h200"], ranks_per_node=arguments.ranks)
-    hardware, world = Hardware(sheet, calibration.efficiency(sheet)), 2 * arguments.ranks
-
-    def source() -> tuple[nn.Module, Any]:
-        return model_of(arguments), (torch.zeros(2, arguments.width),)
-
-    plans = make(source, (3,), (world,), config_of(arguments), hardware, group_sizes=(world, arguments.ranks))
-    return {row.group_size or world: row.seconds for row in plans.rows if row.schedule == "auto"}
-
-
 def worker(arguments: argparse.Namespace) -> None:
     """One rank: trains, and rank 0 writes what it took."""
-    micro = arguments.micro_steps
-    config = config_of(arguments) | {"stage": 3, "sharding": {"group_size": arguments.group_size}}
-    seconds, model = [], model_of(arguments)
+    torch.manual_seed(0)
+    width, micro = arguments.width, arguments.micro_steps
+    model = nn.Sequential(*(layer for _ in range(arguments.layers) for layer in (nn.Linear(width, width), nn.Tanh())))
+    config = {
+        "stage": 3,
+        "gradient_accumulation_steps": micro,
+        "compile": {"enabled": False, "regions": ["*"]},
+        "bucket": {"bytes": 4 * width * (width + 1)},
+        "sharding": {"group_size": arguments.group_size},
+    }
+    seconds = []
     with zw.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-3), config) as engine:
-        x = torch.randn(2, arguments.width, generator=torch.Generator().manual_seed(engine.rank))
+        x = torch.randn(2, width, generator=torch.Generator().manual_seed(engine.rank))
         for _ in range(arguments.steps):
             start = time.perf_counter()
             for _ in range(micro):
-                loss = engine.train_step(x, lambda output, _: output)
+                loss = engine.train_step(x, lambda output, _: output.square().mean())
             seconds.append(time.perf_counter() - start)
         sent = {kind: traffic.wire for kind, traffic in engine.stats.last_step.items()}
         if engine.rank == 0:
@@ -190,10 +161,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     parameters = 4 * arguments.layers * arguments.width * (arguments.width + 1)
     print(f"{2 * arguments.ranks} ranks on 2 nodes, {arguments.mbit} Mbit/s between, {parameters / 1e6:.0f} MB")
-    file = arguments.out / "calibration.json"
-    with two_nodes("c10d", arguments.ranks, arguments.mbit) as nodes:
-        run(nodes, file, "-m", "zeroweave.plan.calibrate", file)
-    found, plan = {}, foreseen(arguments, Calibration.load(file))
+    found = {}
     for size in (2 * arguments.ranks, arguments.ranks):
         result = arguments.out / f"groups-of-{size}.json"
         passed = ("width", "layers", "micro_steps", "steps")
@@ -202,8 +170,7 @@ def main() -> None:
             run(nodes, result, "-m", "benchmarks.nodes", *options, "--group-size", size, "--result", result)
         found[size] = json.loads(result.read_text())
         sent = ", ".join(f"{kind} {nbytes / parameters:.2f}" for kind, nbytes in found[size]["sent"].items())
-        took = found[size]["seconds"]
-        print(f"groups of {size}: {took:.3f} s, planned {plan[size]:.3f}, loss {found[size]['loss']:.9f}")
+        print(f"groups of {size}: {found[size]['seconds']:.3f} s, loss {found[size]['loss']:.9f}")
         print(f"  each rank sends, in sizes of the model: {sent}", flush=True)
     one, two = found[2 * arguments.ranks]["seconds"], found[arguments.ranks]["seconds"]
     print(f"one group / a group a node: {one / two:.2f}")
