@@ -282,7 +282,7 @@ def build_layout(
     filled.sort(key=lambda members: order[members[0].name])
     names = _bucket_names(filled, by_block)
     return tuple(
-        _lay_out(bucket, name, members, world, groups.get(members[0].group, 1), replicas, copied and replicas > 1)
+        _lay_out(bucket, name, members, world, groups.get(members[0].group, 1), replicas, copied)
         for bucket, (name, members) in enumerate(zip(names, filled, strict=True))
     )
 
@@ -403,7 +403,7 @@ def _lay_out(
     bucket: int, name: str, members: Sequence[ParameterSpec], ranks: int, groups: int, replicas: int, copied: bool
 ) -> BucketLayout:
     first = members[0]
-    copied = copied and first.group == WORLD
+    copied = copied and replicas > 1 and first.group == WORLD
     world = ranks // (replicas if copied else groups)
     slots: list[Slot] = []
     end = 0

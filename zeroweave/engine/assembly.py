@@ -44,14 +44,14 @@ from zeroweave.engine.model import agree_on, fill, share_buffers, specs_of
 from zeroweave.engine.parameter_access import ParameterAccess
 from zeroweave.engine.samples import Samples
 from zeroweave.engine.scheduler import Scheduler
-from zeroweave.engine.settings import facts_of, policy_of, replicas_of, settings_of, sharded_as
+from zeroweave.engine.settings import facts_of, layouts_of, policy_of, replicas_of, settings_of, sharded_as
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.transports import Communicators, gather_by
 from zeroweave.engine.window import Window
 from zeroweave.errors import ConfigError, EngineError, ParameterError
 from zeroweave.experts import groups_of
-from zeroweave.layout import WORLD, BucketLayout, build_layout
+from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.notices import Journal, warn
 from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.check import in_no_group
@@ -170,10 +170,7 @@ def _assemble(
     if optimizer is not None and (left := in_no_group(optimizer, named)):
         warn(left, control.rank)
     groups, replicas = groups_of(settings.experts, control.world), replicas_of(settings, control.world)
-    copied = settings.sharding.states == "group"
-    layouts = build_layout(
-        specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups, replicas, copied
-    )
+    layouts = layouts_of(settings, specs, control.world, groups)
     has = set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
     outside = [m for _, m in matching(model, settings.sharding.optional, "sharding.optional")]
     optional = {id(p) for module in outside for p in module.parameters()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal, TypedDict, Unpack
 
@@ -15,7 +15,7 @@ from zeroweave.config import Config
 from zeroweave.config.messages import findings
 from zeroweave.config.sections import CompileConfig, ReduceConfig
 from zeroweave.errors import ConfigError, EngineError
-from zeroweave.layout import BucketLayout
+from zeroweave.layout import BucketLayout, ParameterSpec, build_layout
 from zeroweave.optim.scaler import checks
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.policy import Policy
@@ -98,6 +98,14 @@ def replicas_of(config: Config, world: int) -> int:
             "ranks that have the same ones; leave sharding.group_size out"
         )
     return world // size
+
+
+def layouts_of(
+    config: Config, specs: Iterable[ParameterSpec], world: int, groups: Mapping[str, int] | None = None
+) -> tuple[BucketLayout, ...]:
+    """The buckets of a config; see `build_layout`."""
+    bucket, copied = config.bucket, config.sharding.states == "group"
+    return build_layout(specs, world, bucket.bytes, bucket.by_block, groups, replicas_of(config, world), copied)
 
 
 def facts_of(

@@ -22,10 +22,10 @@ from zeroweave.eager.hooks import hook_gradients
 from zeroweave.eager.parameter_visibility import ParameterVisibility
 from zeroweave.engine.calls import Calls, arguments_of, loss_of
 from zeroweave.engine.model import specs_of
-from zeroweave.engine.settings import ScheduleSettings, facts_of, policy_of, replicas_of, settings_of
+from zeroweave.engine.settings import ScheduleSettings, facts_of, layouts_of, policy_of, replicas_of, settings_of
 from zeroweave.engine.stats import Memory
 from zeroweave.errors import EngineError
-from zeroweave.layout import BucketLayout, build_layout
+from zeroweave.layout import BucketLayout
 from zeroweave.notices import Journal
 from zeroweave.optim.compact import refuse_compact
 from zeroweave.optim.scaler import Scaler, checks
@@ -164,10 +164,8 @@ class PlannedRank:
         self._clock = clock = PlannedClock()
         self._meter = meter = Meter(clock, hardware)
         named, cpu = own_parameters(model), torch.device("cpu")
-        specs, replicas = specs_of(model, named, frozenset(), config, None), replicas_of(config, world)
-        copied, bucket = config.sharding.states == "group", config.bucket
-        layouts = build_layout(specs, world, bucket.bytes, bucket.by_block, replicas=replicas, copied=copied)
-        self._group_size = world // replicas
+        layouts = layouts_of(config, specs_of(model, named, frozenset(), config, None), world)
+        self._group_size = world // replicas_of(config, world)
         _refuse(config, layouts)
         policy, moments_off = policy_of(config, layouts, named.keys()), config.offload.optimizer != "none"
         compact = config.precision.optimizer == "compact"

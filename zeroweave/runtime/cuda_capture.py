@@ -19,6 +19,8 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)  # the default stream cannot be captured
         self._unit = 0
         """bytes that tensors had at most, in addition to those that are alive between units"""
+        self._grown = True
+        """True if the pool may be larger than when it was last measured"""
         self._open_pool()
 
     def _open_pool(self) -> None:
@@ -28,6 +30,7 @@ class CudaCapture:
         self._first, _ = self.capture(lambda args: args[0].zero_(), [torch.zeros((), device=self._device)])
 
     def capture(self, run: Callable[[list[Any]], Any], args: list[Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        self._grown = True
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -43,6 +46,7 @@ class CudaCapture:
         return graph, results
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self._grown = True
         with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool, self._device):
             return unfilled(numel, dtype, self._device)
 
@@ -50,7 +54,8 @@ class CudaCapture:
         free, total = torch.cuda.mem_get_info(self._device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(self._device))
         now = torch.cuda.memory_allocated(self._device)
-        self._unit = max(self._unit, self.nbytes, torch.cuda.max_memory_allocated(self._device) - now)
+        pool, self._grown = self.nbytes if self._grown else 0, False
+        self._unit = max(self._unit, pool, torch.cuda.max_memory_allocated(self._device) - now)
         return min(free + torch.cuda.memory_reserved(self._device), allowed) - now >= 2 * self._unit
 
     def make_room(self) -> None:

@@ -177,7 +177,8 @@ class Gradients:
 
     def cross(self, bucket_id: int) -> None:
         """Starts the reduction across groups of what has settled inside; does nothing if there is none."""
-        account, layout = self._accounts[bucket_id], self._accounts[bucket_id].bucket.layout
+        account = self._accounts[bucket_id]
+        layout = account.bucket.layout
         if (near := account.take_near()) is not None:
             self.reductions.start(bucket_id, near, layout.across, near, account.arrive, whole=layout.copies > 1)
 
