@@ -7,18 +7,25 @@ Models have the published shapes and random weights. The loop is the ordinary on
     plain       bfloat16 weights and states, each layer compiled, fused AdamW
     plain+fp32  float32 weights and states, autocast to bfloat16, each layer compiled, fused AdamW
     masters     bfloat16 weights, float32 masters, nothing compiled
+    deepspeed   ZeRO-2, each layer compiled, states in host memory and updated there
     zw          zeroweave: bfloat16 weights, float32 masters
 
 `+liger` patches the model with Liger's kernels; name arms with it last, since it patches classes as well. `+norope`
 leaves Liger's rotary embedding out, around which Liger 0.8.5 disables compilation. `+ligerloss` takes nothing but the
 fused loss of it. `+chunked` is zeroweave's own loss without logits. `+graphs` turns on `compile.cuda_graphs`.
-`+compact` keeps masters and moments in few bits. `+offload` keeps optimizer states in host memory.
+`+compact` keeps masters and moments in few bits. `+offload` keeps optimizer states in host memory. `+budget` recomputes
+activations as `--activation-budget` says. `+lora` freezes the model and trains low-rank layers of 16 beside all linear
+layers of its blocks.
+
+A step ends when the stream of the computation is idle, and the next one begins. Offloaded states may still be on their way to host memory then,
+as they may in a loop that reads its loss in each step.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -31,11 +38,11 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from benchmarks.models import SHAPES, Shape
-from benchmarks.peers.subject import transformers_model
+from benchmarks.peers.subject import FEED_FORWARD, PROJECTIONS, add_low_rank, transformers_model
 
 BATCHES = 4
 GIB = 2**30
-EXTRAS = ("liger", "ligerloss", "norope", "chunked", "graphs", "compact", "offload", "fp32")
+EXTRAS = ("liger", "ligerloss", "norope", "chunked", "graphs", "compact", "offload", "budget", "lora", "fp32")
 
 
 SIZES = {
@@ -45,6 +52,7 @@ SIZES = {
     "qwen3-4b": Shape(2560, 9728, 36, 32, 8, 128, 151936),
     "qwen3-8b": SHAPES["qwen3-8b"],
     "qwen3-14b": SHAPES["qwen3-14b"],
+    "qwen3-32b": Shape(5120, 25600, 64, 64, 8, 128, 151936),
     "llama-1b": SHAPES["llama-1b"],
     "llama-8b": Shape(4096, 14336, 32, 32, 8, 128, 128256, "llama"),
     "gemma3-1b": Shape(1152, 6912, 26, 4, 1, 256, 262144, "gemma3_text"),
@@ -61,10 +69,14 @@ def mlp_of(size: str) -> str:
     return "geglu" if size.startswith("gemma") else "swiglu"
 
 
+def trained(model: Any) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def plain_step(model: Any, rate: float, autocast: bool) -> Step:
     for layer in model.model.layers:
         layer.compile()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
+    optimizer = torch.optim.AdamW(trained(model), lr=rate, fused=True)
 
     def step(batches: Sequence[Tensor]) -> Tensor:
         for ids in batches:
@@ -99,23 +111,44 @@ def masters_step(model: Any, rate: float) -> Step:
     return step
 
 
-def engine_of(model: Any, extras: Sequence[str], rate: float, gas: int, lower: str) -> zw.Engine:
+def deepspeed_step(model: Any, rate: float, rows: int, gas: int) -> Step:
+    import deepspeed
+
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29512", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    for layer in model.model.layers:
+        layer.compile()
+    offload = {"device": "cpu", "pin_memory": True}
+    config = {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": gas,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": offload},
+        "optimizer": {"type": "AdamW", "params": {"lr": rate}},
+    }
+    return engine_step(deepspeed.initialize(model=model, model_parameters=trained(model), config=config)[0])
+
+
+def engine_of(model: Any, extras: Sequence[str], asked: argparse.Namespace) -> zw.Engine:
     config: dict[str, Any] = {
         "stage": 3,
-        "gradient_accumulation_steps": gas,
+        "gradient_accumulation_steps": asked.gas,
         "precision": {"params": "bfloat16"},
-        "compile": {"lower": lower, "cuda_graphs": "graphs" in extras},
+        "compile": {"lower": asked.lower, "cuda_graphs": "graphs" in extras},
     }
+    if "budget" in extras:
+        config["compile"]["activation_budget"] = asked.activation_budget
     if "chunked" in extras:
         config["loss"] = "chunked"
     if "compact" in extras:
         config["precision"]["optimizer"] = "compact"
     if "offload" in extras:
         config["offload"] = {"optimizer": "all"}
-    return zw.initialize(model, torch.optim.AdamW(model.parameters(), lr=rate, fused=True), config)
+    return zw.initialize(model, torch.optim.AdamW(trained(model), lr=asked.rate, fused=True), config)
 
 
-def engine_step(engine: zw.Engine) -> Step:
+def engine_step(engine: Any) -> Step:
+    """Of zeroweave's engine, or of DeepSpeed's."""
+
     def step(batches: Sequence[Tensor]) -> Tensor:
         for ids in batches:
             loss: Tensor = engine(input_ids=ids, labels=ids).loss
@@ -145,7 +178,7 @@ def profiled(step: Step, batches: Sequence[Tensor], most: int, steps: int = 3) -
 def run(arm: str, asked: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Losses, milliseconds of a step (median), peak bytes of tensors and bytes of the device."""
     kind, *extras = arm.split("+")
-    if kind not in ("plain", "masters", "zw") or not set(extras) <= set(EXTRAS):
+    if kind not in ("plain", "masters", "deepspeed", "zw") or not set(extras) <= set(EXTRAS):
         raise SystemExit(f"--arms: there is no arm {arm!r}")
     cuda = device.type == "cuda"
     gc.collect()
@@ -159,6 +192,9 @@ def run(arm: str, asked: argparse.Namespace, device: torch.device) -> dict[str, 
     dtype = torch.float32 if "fp32" in extras else torch.bfloat16
     with device:
         model: Any = transformers_model(shape, "masked", dtype, tied=asked.size in TIED)
+        if "lora" in extras:
+            model.requires_grad_(False)
+            add_low_rank(model.model.layers, 16, dtype, (*PROJECTIONS, *FEED_FORWARD))
     model.train()
     if asked.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -169,24 +205,24 @@ def run(arm: str, asked: argparse.Namespace, device: torch.device) -> dict[str, 
         if "ligerloss" in extras:
             without = ["rope", "rms_norm", mlp_of(asked.size)]
         _apply_liger_kernel_to_instance(model=model, **dict.fromkeys(without, False))
-    engine = engine_of(model, extras, asked.rate, asked.gas, asked.lower) if kind == "zw" else None
+    engine = engine_of(model, extras, asked) if kind == "zw" else None
     if engine is not None:
         step = engine_step(engine)
+    elif kind == "deepspeed":
+        step = deepspeed_step(model, asked.rate, asked.rows, asked.gas)
     else:
         step = masters_step(model, asked.rate) if kind == "masters" else plain_step(model, asked.rate, "fp32" in extras)
-    losses, times = [], []
+    sizes = asked.gas, asked.rows, asked.length
+    generators = [torch.Generator().manual_seed(index) for index in range(BATCHES)]
+    data = [torch.randint(3, shape.vocabulary, sizes, generator=each).to(device).unbind() for each in generators]
+    losses, times, begin = [], [], time.perf_counter()
     for index in range(asked.steps):
-        generator = torch.Generator().manual_seed(index % BATCHES)
-        sizes = asked.gas, asked.rows, asked.length
-        batches = torch.randint(3, shape.vocabulary, sizes, generator=generator).to(device).unbind()
-        if cuda:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        loss = step(batches)
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
+        loss = step(data[index % BATCHES])
         losses.append(float(loss))
+        if cuda:
+            torch.cuda.current_stream().synchronize()
+        begin, before = time.perf_counter(), begin
+        times.append(begin - before)
         if index == asked.warm and cuda:
             torch.cuda.reset_peak_memory_stats()
     found: dict[str, Any] = {"losses": losses, "ms": 1000 * median(times[asked.warm :]), "told": ""}
@@ -198,7 +234,7 @@ def run(arm: str, asked: argparse.Namespace, device: torch.device) -> dict[str, 
         stats = engine.stats
         found["told"] = f"{stats.graphed_calls} graphed {stats.ungraphed_calls or ''} {dict(stats.eager_regions) or ''}"
     if asked.profile and cuda:
-        found["told"] += profiled(step, batches, asked.profile)
+        found["told"] += profiled(step, data[0], asked.profile)
     if engine is not None:
         engine.destroy(optimizer_state=False)
     return found
@@ -213,6 +249,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--gas", type=int, default=1)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--activation-budget", type=float, default=0.6, help="of the arms with +budget")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warm", type=int, default=16)
     parser.add_argument("--rate", type=float, default=1e-5)

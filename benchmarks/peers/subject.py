@@ -82,6 +82,8 @@ class Subject:
 
 PROJECTIONS = ("query", "key", "value", "out", "q_proj", "k_proj", "v_proj", "o_proj")
 """The names of attention's projections, in our decoder and in transformers' models."""
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+"""The names of the other linear layers of a block, in transformers' models."""
 
 
 class LowRank(nn.Module):
@@ -98,12 +100,14 @@ class LowRank(nn.Module):
         return result
 
 
-def add_low_rank(layers: Sequence[nn.Module], rank: int, dtype: torch.dtype) -> None:
-    """Gives each projection of attention a low-rank layer, on the default device."""
+def add_low_rank(
+    layers: Sequence[nn.Module], rank: int, dtype: torch.dtype, names: Sequence[str] = PROJECTIONS
+) -> None:
+    """Gives each linear layer of these names a low-rank one, on the default device."""
     for layer in layers:
         for parent in [*layer.modules()]:
             for name, child in [*parent.named_children()]:
-                if name in PROJECTIONS and isinstance(child, nn.Linear):
+                if name in names and isinstance(child, nn.Linear):
                     setattr(parent, name, LowRank(child, rank, dtype))
 
 

@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from zeroweave._torch.storages import lent
+from zeroweave._torch.storages import lent, reinterpreted
 from zeroweave.comm.pending import on_side, side_of
+
+
+_BLOCK: Final = 2**30
+"""Bytes of a block of pinned memory, if nothing larger is asked for."""
+_ALIGNMENT: Final = 256
+
+
+class PinnedBlocks:
+    """Pinned host memory, cut from a few large blocks. What is cut is free when all that is cut from its block is.
+
+    PyTorch rounds each pinned allocation up to a power of two bytes, so blocks have such sizes. Each is as large as all
+    before it, up to a GiB: a small model pins little, and a large one wastes little. `allocate(nbytes)` makes a block,
+    uint8 [nbytes].
+    """
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._allocate = allocate
+        self._open: list[tuple[torch.Tensor, int]] = []
+        """blocks that have room, each with its first free byte"""
+        self.nbytes = 0
+        """of all blocks so far"""
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor [numel], with a version counter of its own."""
+        nbytes = -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        fitting = [index for index, (block, begin) in enumerate(self._open) if block.nbytes - begin >= nbytes]
+        if not fitting:
+            size = max(1 << (nbytes - 1).bit_length() if nbytes else 0, min(_BLOCK, self.nbytes))
+            self._open.append((self._allocate(size), 0))
+            self.nbytes += size
+            fitting = [len(self._open) - 1]
+        block, begin = self._open[fitting[0]]
+        self._open[fitting[0]] = block, begin + nbytes
+        self._open = [(block, begin) for block, begin in self._open if block.nbytes - begin >= _ALIGNMENT]
+        return reinterpreted(block[begin : begin + numel * dtype.itemsize].view(dtype), (numel,), (1,), 0).zero_()
 
 
 class CopyStream:
@@ -22,6 +58,7 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._device, self._side = device, side_of(device)
         self.stream = None if self._side is None else self._side.stream
+        self._blocks = PinnedBlocks(self.empty)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] in host memory."""
@@ -29,7 +66,9 @@ class CopyStream:
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] in host memory."""
-        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self.stream is not None)
+        if self.stream is None:
+            return torch.zeros(numel, dtype=dtype, device="cpu")
+        return self._blocks.zeros(numel, dtype)
 
     def in_use(self) -> int:
         """Bytes of device memory in use, by the allocator's count; 0 on the CPU, where they are not counted."""
