@@ -17,8 +17,8 @@ fused loss of it. `+chunked` is zeroweave's own loss without logits. `+graphs` t
 activations as `--activation-budget` says. `+lora` freezes the model and trains low-rank layers of 16 beside all linear
 layers of its blocks.
 
-A step ends when the stream of the computation is idle, and the next one begins. Offloaded states may still be on their way to host memory then,
-as they may in a loop that reads its loss in each step.
+A step ends when the stream of the computation is idle, and the next one begins. Offloaded states may still be on their
+way to host memory then.
 """
 
 from __future__ import annotations

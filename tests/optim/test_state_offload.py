@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -161,8 +162,16 @@ class Ahead:
         step(self.rank, 0)
         self.order = [b for b in sorted(self.rank.views, reverse=True) if self.rank.views[b].layout.trainable]
         self.sizes = [self.offload._nbytes(bucket) for bucket in self.order]
+        self.backward([0] * 8)
         self.call(1 << 20)  # at the end of a forward
         self.transfers.log.clear()
+
+    def backward(self, in_use: Sequence[int]) -> None:
+        """One whose calls find so many bytes in use, and which no update follows."""
+        self.offload.run_ahead()
+        for each in in_use:
+            self.call(each)
+        self.offload.recall()
 
     def call(self, in_use: int) -> list[int]:
         """A call begins; returns the buckets whose uploads it has begun."""
@@ -231,6 +240,21 @@ def test_what_is_written_between_its_upload_and_its_update_counts(kind: str, wri
         step(one.rank, 1)
     assert all(map(torch.equal, ahead.values(), other.values()))
     assert ahead.transfers.slack.states == 0
+
+
+def test_what_later_calls_of_the_backward_will_need_stays_free() -> None:
+    """With recomputation, gradients take more than a backward frees: memory in use grows to its end."""
+    ahead = Ahead("adamw")
+    first, second = ahead.sizes[:2]
+    most = (1 << 20) + first + second
+    ahead.backward([0, 0, most - first, most - first - second])
+    ahead.call(most)
+    ahead.offload.run_ahead()
+    assert ahead.call(0) == ahead.order[:1], "a later call needs all but this"
+    assert ahead.call(0) == []
+    assert ahead.call(0) == []
+    assert ahead.call(0) == ahead.order[1:2]
+    assert ahead.call(0) == [], "the backward before had fewer calls"
 
 
 @pytest.mark.parametrize("kind", ["adamw", "compact"])

@@ -193,7 +193,7 @@ class StateOffload:
 
     def _lift_ahead(self) -> None:
         try:
-            self._lift_more()
+            self._lift_more(self._transfers.slack.lasting_room)
         except torch.OutOfMemoryError:  # what is free lies in pieces: the update finds more
             self.stand()
 
@@ -216,20 +216,22 @@ class StateOffload:
         for bucket in set(self._lifted).difference(order):
             self.abort(bucket)
         self._ahead, self._order = False, tuple(order)
-        self._lift_more(least=1)
+        self._lift_more(self._transfers.slack.room, least=1)
 
-    def _lift_more(self, after: int | None = None, least: int = 0) -> None:
-        """Lifts the buckets whose turns follow that of `after`, or all: `least` in any case, more while there is slack.
+    def _lift_more(self, room: int, after: int | None = None, least: int = 0) -> None:
+        """Lifts the buckets whose turns follow that of `after`, or all: `least` in any case, more while there is room.
 
-        The uploads keep the order of the turns.
+        The uploads keep the order of the turns. `room`: bytes.
         """
         begin = 0 if after is None else self._order.index(after) + 1
         for turn, bucket in enumerate(self._order[begin:]):
             if bucket in self._lifted or not self.comes(bucket):
                 continue
-            if turn >= least and self._transfers.slack.room < self._nbytes(bucket):
+            nbytes = self._nbytes(bucket)
+            if turn >= least and room < nbytes:
                 return
             self._lift(bucket)
+            room -= nbytes
 
     def _nbytes(self, bucket: int) -> int:
         """Bytes of the device that a bucket takes while it is lifted."""
@@ -278,7 +280,7 @@ class StateOffload:
                 self.abort(bucket)
             self._lift(bucket)
         if buckets and buckets[-1] in self._order:
-            self._lift_more(buckets[-1], least=1)
+            self._lift_more(self._transfers.slack.room, buckets[-1], least=1)
         here: dict[int, tuple[torch.Tensor, ...]] = {}
         with ExitStack() as ends:
             for bucket in buckets:

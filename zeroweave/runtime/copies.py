@@ -12,7 +12,6 @@ from torch import nn
 from zeroweave._torch.storages import lent, reinterpreted
 from zeroweave.comm.pending import on_side, side_of
 
-
 _BLOCK: Final = 2**30
 """Bytes of a block of pinned memory, if nothing larger is asked for."""
 _ALIGNMENT: Final = 256
@@ -21,9 +20,9 @@ _ALIGNMENT: Final = 256
 class PinnedBlocks:
     """Pinned host memory, cut from a few large blocks. What is cut is free when all that is cut from its block is.
 
-    PyTorch rounds each pinned allocation up to a power of two bytes, so blocks have such sizes. Each is as large as all
-    before it, up to a GiB: a small model pins little, and a large one wastes little. `allocate(nbytes)` makes a block,
-    uint8 [nbytes].
+    PyTorch rounds each pinned allocation up to a power of two bytes, so blocks have such sizes. Each is about as large
+    as all before it, up to a GiB: a small model pins little, and a large one wastes little. `allocate(nbytes)` makes a
+    block, uint8 [nbytes].
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
@@ -35,17 +34,24 @@ class PinnedBlocks:
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A new tensor [numel], with a version counter of its own."""
-        nbytes = -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        fitting = [index for index, (block, begin) in enumerate(self._open) if block.nbytes - begin >= nbytes]
-        if not fitting:
-            size = max(1 << (nbytes - 1).bit_length() if nbytes else 0, min(_BLOCK, self.nbytes))
+        nbytes = numel * dtype.itemsize
+        block, begin = self._cut(nbytes)
+        return reinterpreted(block[begin : begin + nbytes].view(dtype), (numel,), (1,), 0).zero_()
+
+    def _cut(self, nbytes: int) -> tuple[torch.Tensor, int]:
+        """A block, and where in it `nbytes` begin that are free."""
+        nbytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        index = next((i for i, (block, begin) in enumerate(self._open) if block.nbytes - begin >= nbytes), None)
+        if index is None:
+            wanted = max(nbytes, min(_BLOCK, self.nbytes), 1)
+            size = 1 << (wanted - 1).bit_length()
             self._open.append((self._allocate(size), 0))
             self.nbytes += size
-            fitting = [len(self._open) - 1]
-        block, begin = self._open[fitting[0]]
-        self._open[fitting[0]] = block, begin + nbytes
-        self._open = [(block, begin) for block, begin in self._open if block.nbytes - begin >= _ALIGNMENT]
-        return reinterpreted(block[begin : begin + numel * dtype.itemsize].view(dtype), (numel,), (1,), 0).zero_()
+            index = len(self._open) - 1
+        block, begin = self._open.pop(index)
+        if block.nbytes - begin - nbytes >= _ALIGNMENT:
+            self._open.insert(index, (block, begin + nbytes))
+        return block, begin
 
 
 class CopyStream:

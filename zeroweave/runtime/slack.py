@@ -1,8 +1,9 @@
-"""Slack: how far memory in use is now below the most that was in use as a call began. States may travel in it."""
+"""Slack: how far memory in use is below the most that is in use as calls begin. States may travel in it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Final
 
 _SHARE: Final = 0.85
@@ -12,15 +13,19 @@ _SHARE: Final = 0.85
 class Slack:
     """Counts memory in use as calls begin. What a call allocates inside is not counted, and can raise a step's peak.
 
-    `in_use()`: bytes of
-    device memory; always 0 where they are not counted. `capacity()`: so many there can be. `states`: those bytes in use
-    that states on their way take.
+    `in_use()`: bytes of device memory; always 0 where they are not counted. `capacity()`: so many there can be.
+    `states`: those bytes in use that states on their way take.
     """
 
     def __init__(self, in_use: Callable[[], int], capacity: Callable[[], int]) -> None:
         self._in_use, self._capacity = in_use, capacity
         self._most = self._limit = 0
         """in use at most as a call began, states on their way aside; and what they may not exceed"""
+        self._course: list[int] = []
+        """what was in use, states aside, at each call of this backward so far"""
+        self._needed: list[int] = []
+        """what the backward before had in use from each of its calls on, at most"""
+        self._in_backward = False
         self.states = 0
 
     @property
@@ -28,12 +33,23 @@ class Slack:
         """True once memory in use has been counted."""
         return self._most > 0
 
-    def measure(self) -> None:
-        """Asks for the capacity, which other processes may have changed. It takes a while: once a step is enough."""
+    def begin_backward(self) -> None:
+        """A backward begins in which states may come. The capacity is asked for, which other processes may change."""
         self._limit = int(_SHARE * self._capacity())
+        self._needed = list(accumulate(reversed(self._course), max))[::-1]
+        self._course, self._in_backward = [], True
+
+    def end_backward(self) -> None:
+        """It is over: the computation asks for no more memory until the update is over."""
+        if self._in_backward:
+            self.call_begins()
+            self._in_backward = False
 
     def call_begins(self) -> None:
-        self._most = max(self._most, self._in_use() - self.states)
+        now = self._in_use() - self.states
+        self._most = max(self._most, now)
+        if self._in_backward:
+            self._course.append(now)
 
     def add(self, nbytes: int) -> None:
         """So many bytes of states have come to the device, or, if negative, have been freed."""
@@ -41,5 +57,16 @@ class Slack:
 
     @property
     def room(self) -> int:
-        """Bytes that further states may take. At most 0 where memory is not counted."""
+        """Bytes that further states may take now. At most 0 where memory is not counted."""
         return min(self._most, self._limit) - self._in_use()
+
+    @property
+    def lasting_room(self) -> int:
+        """Bytes that further states may take to the end of the backward, if it takes what the one before has taken.
+
+        0 for calls that the one before has not had.
+        """
+        call = len(self._course) - 1
+        if not 0 <= call < len(self._needed):
+            return 0
+        return min(self._most, self._limit) - self.states - max(self._in_use() - self.states, self._needed[call])

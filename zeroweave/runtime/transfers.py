@@ -330,10 +330,12 @@ class Transfers:
         self.slack.add(-oldest.nbytes)
 
     def run_ahead(self, lift: Callable[[], None] | None) -> None:
-        """Until told otherwise, `lift` is called as calls begin: it may begin uploads for which there is `slack`."""
+        """As calls of this backward begin, `lift` is called, which may begin uploads in its slack. None: it is over."""
         self._ahead = lift
         if lift is not None:
-            self.slack.measure()
+            self.slack.begin_backward()
+        else:
+            self.slack.end_backward()
 
     def sweep(self) -> None:
         """Called as calls begin: frees the device tensors of downloads that are over, and begins uploads.
