@@ -20,10 +20,10 @@ def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread, there: Set[int] = 
         return
     views: list[torch.Tensor] = []
     tensors: list[torch.Tensor] = []
-    pieces = layout.pieces
-    for piece, view in zip(pieces, flat.split_with_sizes([piece.numel for piece in pieces]), strict=True):
+    for piece in layout.pieces:
         if piece.slot in there:
             continue
+        view = flat.narrow(0, piece.offset, piece.numel)
         if (part := parts.get(piece.slot)) is None:
             view.zero_()
         elif part.numel() == piece.numel:
