@@ -51,7 +51,7 @@ class _Sizes:
 _LARGE: Final = tuple(mib << 20 for mib in (1, 4, 16, 64, 256))
 _SIZES: Final = {
     "cuda": _Sizes((4096, 4096, 12288), 1 << 30, (32, 4096, 128), _LARGE, rounds=20, hold=0.02),
-    "cpu": _Sizes((128, 128, 128), 1 << 20, (2, 64, 16), (1 << 14, 1 << 16, 1 << 18), rounds=2, hold=0.0),
+    "cpu": _Sizes((128, 128, 128), 1 << 20, (2, 64, 16), (1 << 18, 1 << 20, 1 << 22), rounds=2, hold=0.0),
 }
 
 
