@@ -41,12 +41,11 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """The hooks of one engine, entered for each outermost forward."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self._save = runtime, runtime.activations.save
+        self._runtime, self._find, self._save = runtime, runtime.find, runtime.activations.save
         super().__init__(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> object:
-        runtime = self._runtime
-        place = runtime.find(tensor)
+        runtime, place = self._runtime, self._find(tensor)
         if place is None or (frame := runtime.frame) is None:
             # The version is kept because autograd checks for later writes only where there are no hooks.
             return self._save(*unattached(tensor))

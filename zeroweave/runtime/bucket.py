@@ -68,6 +68,7 @@ class Bucket(Flat):
         if layout.replicas > 1:
             self.near = NearShard(layout, dtype, transport, home.gatherer, lambda: home.source)
         super().__init__(layout, dtype, device, self.near or home.gatherer, lambda: home.source, flats, own)
+        self.id = layout.id
         self.rank = layout.place(transport.rank)
         """this rank's place in the bucket's sharding group"""
         self.number = layout.number(transport.rank)
@@ -90,10 +91,6 @@ class Bucket(Flat):
         self._own: dict[bool, list[int]] = {}
         self._retire: Callable[[str, nn.Parameter], nn.Parameter] = lambda name, parameter: parameter
         self._hooks: Mapping[str, Hooks] = {}
-
-    @property
-    def id(self) -> int:
-        return self.layout.id
 
     @property
     def device(self) -> torch.device:
@@ -302,7 +299,7 @@ class Directory:
         """(bucket id, slot index) of a tensor that views a flat; slot -1 where it is not one whole slot."""
         if (hint := self._real.get(id(tensor))) is not None and hint[0][hint[1]] is tensor:
             return hint[2]
-        if (bucket := self.bucket(tensor)) is None:
+        if (bucket := self._bucket.get(storage_key(tensor))) is None:
             return None
         slot = self._slot.get((bucket.id, int(tensor.storage_offset())), -1)
         if slot >= 0 and bucket.layout.slots[slot].numel != tensor.numel():
