@@ -57,22 +57,10 @@ class Traffic:
         return Traffic(self.calls - other.calls, self.payload - other.payload, self.wire - other.wire)
 
 
-class Collective(NamedTuple):
-    """The arguments of `Ledger.record` for a collective."""
-
-    kind: str
-    bucket: int
-    dtype: str
-    payload: int
-    group: str
-    world: int
-
-
 @lru_cache(4096)
-def _hashed(each: Collective) -> tuple[bytes, int]:
+def _hashed(kind: str, bucket: int, dtype: str, payload: int, group: str, world: int) -> tuple[bytes, int]:
     """A collective's part of the hash, and the bytes that one rank sends. Cached: steps issue the same ones."""
-    words = f"{each.kind} {each.bucket} {each.dtype} {each.payload} {each.group}".encode()
-    return words, _wire(each.kind, each.payload, each.world)
+    return f"{kind} {bucket} {dtype} {payload} {group}".encode(), _wire(kind, payload, world)
 
 
 class _Mark(NamedTuple):
@@ -131,8 +119,7 @@ class Ledger:
         its ranks (None: all); collectives across replicas have their own kind. This rank, and which of the groups of
         that name it is in, are no part of the hash.
         """
-        each = Collective(kind, bucket, dtype, payload, group, self.world if world is None else world)
-        words, wire = _hashed(each)
+        words, wire = _hashed(kind, bucket, dtype, payload, group, self.world if world is None else world)
         kind_of = f"{kind} across" if group == ACROSS else kind
         moved = self._moved.get(kind_of) or self._moved.setdefault(kind_of, [0, 0, 0])
         moved[0] += 1

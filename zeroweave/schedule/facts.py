@@ -167,7 +167,7 @@ class Facts:
     keep: buckets that stay gathered from one use to the next; "auto": as many as the memory has room for (see
     passes/keep.py).
     placed: buckets that are gathered at a fixed address, each in its own place or in one that it shares with others
-    that are gathered at other times (see places.py).
+    that are gathered at other times (see `Schedule.places`).
     copied: those of the placed that copy engines gather.
     replicated: trainable buckets that several sharding groups have: reduced across groups once a step.
     spread: those of them whose shards lie in several groups: gathered across groups after their update.
