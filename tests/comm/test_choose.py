@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.support.harness import Pools
-from zeroweave.comm.choose import LEAST, Asked, Choice, choose, refused
+from zeroweave.comm.choose import LEAST, Asked, Choice, choose, refused, why_not_local
 from zeroweave.errors import ConfigError
 from zeroweave.ranks.control import Control
 
@@ -67,3 +67,13 @@ def test_what_is_asked_for_and_cannot_be_is_an_error(pools: Pools) -> None:
     why = "the ranks of a group of sharding.group_size gather by kernel"
     assert pools(2).run(between_ranks, "auto", torch.device("cuda"), 2) == [why] * 2
     assert all(why in each for each in pools(2).run(between_ranks, "copy_engine", torch.device("cuda"), 2))
+
+
+def test_each_rank_is_told_what_separates_it_from_those_before() -> None:
+    assert why_not_local([("one", "a"), ("one", "b")]) == ["", ""]
+    assert why_not_local([("one", "a"), ("two", "b"), ("one", "a"), ("one", "c")]) == [
+        "",
+        "rank 1 is on two, rank 0 on one: it works inside one machine",
+        "ranks 0 and 2 share a GPU",
+        "",
+    ]

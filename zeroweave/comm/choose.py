@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from zeroweave.comm.copy_engine import CopyEngines
-from zeroweave.comm.everywhere import why_not_local
 from zeroweave.errors import ConfigError
 from zeroweave.ranks.control import Control
 
@@ -82,6 +82,20 @@ def _missing(control: Control, device: torch.device) -> str:
         if why:
             return why
     return ""
+
+
+def why_not_local(gpus: Sequence[tuple[str, str]]) -> list[str]:
+    """For each rank, why its GPU (host, uuid) is not a further GPU of rank 0's machine; "" if it is."""
+    hosts, uuids = zip(*gpus, strict=True)
+    found = []
+    for rank, (host, uuid) in enumerate(gpus):
+        if host != hosts[0]:
+            found.append(f"rank {rank} is on {host}, rank 0 on {hosts[0]}: it works inside one machine")
+        elif (first := uuids.index(uuid)) != rank:
+            found.append(f"ranks {first} and {rank} share a GPU")
+        else:
+            found.append("")
+    return found
 
 
 def choose(asked: Asked, engines: CopyEngines) -> Choice:

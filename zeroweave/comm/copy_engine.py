@@ -15,7 +15,6 @@ import torch
 
 from zeroweave._torch.distributed import copying_communicator
 from zeroweave.comm.around import Around
-from zeroweave.comm.everywhere import done_by_all
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.places import FixedMemory
 from zeroweave.comm.process_group import ProcessGroupTransport
@@ -126,5 +125,11 @@ class CopyEngines:
 
     def done_by_all(self, step: Callable[[], None]) -> bool:
         """Takes a step that may fail; True if it has failed on no rank."""
-        self.why_not = done_by_all(self._control, step, "memory for gathers by copy engines")
+        why = ""
+        try:
+            step()
+        except Exception as error:  # of any kind: of CUDA, or its libraries
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reasons = self._control.all_gather_object(why, "memory for gathers by copy engines")
+        self.why_not = next((f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each), "")
         return not self.why_not

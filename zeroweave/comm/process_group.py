@@ -96,25 +96,20 @@ class _Launch:
     """Gathers that are issued together, at the end of the scope in which they were asked for."""
 
     def __init__(self) -> None:
-        self._outputs: list[torch.Tensor] = []
-        self._inputs: list[torch.Tensor] = []
-        self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """inputs that are still to be made, and of what"""
+        self._gathers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        """of each its output and its input, and the shard that this is, or is still to be made of"""
         self._work: dist.Work | None = None
 
     def gather(self, output: torch.Tensor, mine: torch.Tensor, shard: torch.Tensor) -> None:
-        """`mine` is the shard, or what is still to be made of it."""
-        self._outputs.append(output)
-        self._inputs.append(mine)
-        if mine is not shard:
-            self._casts.append((mine, shard))
+        self._gathers.append((output, mine, shard))
 
     def issue(self, group: dist.ProcessGroup) -> None:
-        if not self._outputs:
-            return
-        for mine, shard in self._casts:
-            cast_(mine, shard)
-        self._work = all_gather_together(self._outputs, self._inputs, group)
+        for _, mine, shard in self._gathers:
+            if mine is not shard:
+                cast_(mine, shard)
+        if self._gathers:
+            outputs, inputs, _ = zip(*self._gathers, strict=True)
+            self._work = all_gather_together(list(outputs), list(inputs), group)
 
     def wait(self) -> None:
         if self._work is not None:

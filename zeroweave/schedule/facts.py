@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, linear_regression
@@ -14,12 +14,7 @@ from zeroweave.errors import ScheduleError
 from zeroweave.schedule.moves import Move, beyond, merge
 
 _SLIGHT: Final = 256
-
-
-def slight(sizes: Mapping[int, int]) -> frozenset[int]:
-    """Of trained buckets, by their bytes, those that have less than 1/256 of the largest one's; see `Facts.load`."""
-    largest = max(sizes.values(), default=0)
-    return frozenset(bucket for bucket, nbytes in sizes.items() if _SLIGHT * nbytes < largest)
+"""A bucket with less than 1/256 of the bytes of the largest one is slight; see `Facts.load`."""
 
 
 Kind: TypeAlias = Literal["all_gather", "reduce_scatter"]
@@ -220,8 +215,8 @@ class Facts:
 
     @cached_property
     def slight(self) -> frozenset[int]:
-        """Buckets of which many may be reduced in the place of one."""
-        return slight({bucket.id: bucket.nbytes for bucket in self.buckets if bucket.trainable})
+        """Trained buckets of which many may be reduced in the place of one."""
+        return frozenset(b.id for b in self.buckets if b.trainable and _SLIGHT * b.nbytes < self._largest)
 
     @cached_property
     def _largest(self) -> int:
