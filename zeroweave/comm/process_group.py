@@ -75,11 +75,6 @@ class _Work:
             self._waited = stamp
 
 
-def _recording_nothing() -> AbstractContextManager[None]:
-    """`torch.no_grad()`, unless grad mode is off already, as in a backward: entering it again costs time."""
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
-
-
 def _await(wait: Callable[[], object], ledger: Ledger, count: int, on_host: bool) -> None:
     """Waits for collective number `count`. RankFailure for an error of the backend in place of its result."""
     ledger.waits(count)
@@ -183,7 +178,7 @@ class ProcessGroupTransport:
             yield
         finally:
             self._launch = None
-        with _recording_nothing(), on_side(self._side):
+        with torch.no_grad(), on_side(self._side):
             launch.issue(self.group)
 
     def _count(self, kind: str, tensor: torch.Tensor, bucket: int) -> None:
@@ -227,7 +222,7 @@ class ProcessGroupTransport:
         return dist.ReduceOp.SUM
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        with _recording_nothing(), on_side(self._side):
+        with torch.no_grad(), on_side(self._side):
             if isinstance(parts, torch.Tensor) and parts.dtype == out.dtype:
                 flat = parts
             else:
@@ -244,7 +239,7 @@ class ProcessGroupTransport:
         return _Work(work, self.ledger, self._on_host, flat, out, *tensors_of(parts))
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        with _recording_nothing(), on_side(self._side):
+        with torch.no_grad(), on_side(self._side):
             lay_out(out, parts, layout)
             kind = self._prepare(out, op)
             self._count("all_reduce", out, layout.id)
