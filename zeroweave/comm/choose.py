@@ -74,28 +74,20 @@ def _missing(control: Control, device: torch.device) -> str:
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     version = torch.cuda.nccl.version() if nccl is not None else (0,)
     mine = (socket.gethostname(), version, str(torch.cuda.get_device_properties(device).uuid))
-    ranks = control.all_gather_object(mine, "whether copy engines can gather")
-    whys = why_not_local([(host, gpu) for host, _, gpu in ranks])
-    for rank, ((_, found, _), why) in enumerate(zip(ranks, whys, strict=True)):
-        if found[:2] < OLDEST_NCCL:
-            return f"NCCL {'.'.join(map(str, found))} on rank {rank}: it needs {'.'.join(map(str, OLDEST_NCCL))}"
-        if why:
-            return why
+    return why_not(control.all_gather_object(mine, "whether copy engines can gather"))
+
+
+def why_not(ranks: Sequence[tuple[str, tuple[int, ...], str]]) -> str:
+    """Why copy engines cannot gather between ranks of these (host, version of NCCL, uuid of the GPU), or ""."""
+    gpus = [gpu for _, _, gpu in ranks]
+    for rank, (host, version, gpu) in enumerate(ranks):
+        if version[:2] < OLDEST_NCCL:
+            return f"NCCL {'.'.join(map(str, version))} on rank {rank}: it needs {'.'.join(map(str, OLDEST_NCCL))}"
+        if host != ranks[0][0]:
+            return f"rank {rank} is on {host}, rank 0 on {ranks[0][0]}: it works inside one machine"
+        if (first := gpus.index(gpu)) != rank:
+            return f"ranks {first} and {rank} share a GPU"
     return ""
-
-
-def why_not_local(gpus: Sequence[tuple[str, str]]) -> list[str]:
-    """For each rank, why its GPU (host, uuid) is not a further GPU of rank 0's machine; "" if it is."""
-    hosts, uuids = zip(*gpus, strict=True)
-    found = []
-    for rank, (host, uuid) in enumerate(gpus):
-        if host != hosts[0]:
-            found.append(f"rank {rank} is on {host}, rank 0 on {hosts[0]}: it works inside one machine")
-        elif (first := uuids.index(uuid)) != rank:
-            found.append(f"ranks {first} and {rank} share a GPU")
-        else:
-            found.append("")
-    return found
 
 
 def choose(asked: Asked, engines: CopyEngines) -> Choice:

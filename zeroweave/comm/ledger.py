@@ -91,10 +91,11 @@ class Ledger:
         """of each kind calls, payload and wire, see `Traffic`"""
         self._at_begin: dict[str, Traffic] = {}
         self._gauges: dict[str, Gauge] = {}
-        self._count = 0
-        self._hash = 0
-        """of all collectives so far: that of the last one, seeded with the hash of those before it"""
-        self._marks: deque[_Mark] = deque([_Mark(0, self._hash, "", -1, "", 0, "", "")], maxlen=_REMEMBERED)
+        self.count = 0
+        """collectives issued since the ledger was made"""
+        self.hash = 0
+        """64 bits, of all of them in order: the hash of the last one, seeded with that of those before it"""
+        self._marks: deque[_Mark] = deque([_Mark(0, self.hash, "", -1, "", 0, "", "")], maxlen=_REMEMBERED)
         self.call = ""
         """where this rank is, for people: "in forward", "after step"; the guard says so"""
         self.module = ""
@@ -125,9 +126,9 @@ class Ledger:
         moved[0] += 1
         moved[1] += payload
         moved[2] += wire
-        self._count += 1
-        self._hash = xxhash.xxh3_64_intdigest(words, self._hash)
-        self._marks.append(_Mark(self._count, self._hash, kind, bucket, dtype, payload, self.call, self.module))
+        self.count += 1
+        self.hash = xxhash.xxh3_64_intdigest(words, self.hash)
+        self._marks.append(_Mark(self.count, self.hash, kind, bucket, dtype, payload, self.call, self.module))
 
     def entering(self, module: str, back: bool = False) -> None:
         """The module of this name is entered; what is issued from now on may be for it.
@@ -157,16 +158,6 @@ class Ledger:
     def gauge(self, name: str) -> Gauge:
         """The memory account of this name; made when it is first asked for."""
         return self._gauges.setdefault(name, Gauge())
-
-    @property
-    def count(self) -> int:
-        """Collectives issued since the ledger was made. Read by the alarm's thread, too."""
-        return self._count
-
-    @property
-    def hash(self) -> int:
-        """A 64-bit hash of all collectives issued, in order."""
-        return self._hash
 
     @property
     def mark(self) -> tuple[int, int]:
