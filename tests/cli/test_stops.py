@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tests.support.commands import ROOT
 from tests.support.harness import forking
 from tests.support.marks import daily
-from zeroweave.ranks.process import is_gone
+from tests.support.processes import is_gone
 from zeroweave.report import runner
 
 PROGRAM = """

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.support.harness import Pools
-from zeroweave.comm.choose import LEAST, Asked, Choice, choose, refused
+from zeroweave.comm.choose import LEAST, Asked, Choice, choose, refused, why_not
 from zeroweave.errors import ConfigError
 from zeroweave.ranks.control import Control
 
@@ -67,3 +67,15 @@ def test_what_is_asked_for_and_cannot_be_is_an_error(pools: Pools) -> None:
     why = "the ranks of a group of sharding.group_size gather by kernel"
     assert pools(2).run(between_ranks, "auto", torch.device("cuda"), 2) == [why] * 2
     assert all(why in each for each in pools(2).run(between_ranks, "copy_engine", torch.device("cuda"), 2))
+
+
+def test_the_first_rank_that_copies_do_not_reach_is_told() -> None:
+    def why(*gpus: tuple[str, str]) -> str:
+        return why_not([(host, (2, 28, 9), gpu) for host, gpu in gpus])
+
+    assert why(("one", "a"), ("one", "b")) == ""
+    assert (
+        why(("one", "a"), ("two", "b"), ("one", "a")) == "rank 1 is on two, rank 0 on one: it works inside one machine"
+    )
+    assert why(("one", "a"), ("one", "c"), ("one", "a")) == "ranks 0 and 2 share a GPU"
+    assert why_not([("one", (2, 28), "a"), ("one", (2, 27, 3), "b")]) == "NCCL 2.27.3 on rank 1: it needs 2.28"

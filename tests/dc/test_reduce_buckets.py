@@ -11,7 +11,7 @@ import torch
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.parts import lay_out
 from zeroweave.comm.transport import Parts, ReduceOp, Spread
-from zeroweave.dc.reduce_buckets import ReduceBuckets
+from zeroweave.dc.gradients import ReduceBuckets
 from zeroweave.dc.targets import SharesLayout
 from zeroweave.runtime.reductions import Reductions
 

@@ -66,7 +66,6 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
         "rules", "lion", LION, {"SPLIT": True, "FACTOR": 2, "DEVICE": True},
     ),
     "cast": ("masters", "_cast", {"target": "*bf16", "values": "*fp32", "numel": "i32"}, {}),
-    "copy": ("masters", "_copy", {"target": "*i32", "values": "*i32", "numel": "i32"}, {"SIZE": 4096}),
     "split": ("masters", "_split", SPLIT, {"MISSING": 0, "RANDOM": False}),
     "split to 24 bits": ("masters", "_split", {**SPLIT, "remainder": "*i8"}, {"MISSING": 8, "RANDOM": True}),
     "join": ("masters", "_join", {key: SPLIT[key] for key in SPLIT if key != "random"}, {"MISSING": 0}),

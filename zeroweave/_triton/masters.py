@@ -10,8 +10,6 @@ import triton.language as tl
 
 BLOCK: Final = 1024
 """Elements of one program."""
-_COPIED: Final = 4 * BLOCK
-"""The same if there is nothing to compute."""
 
 
 @triton.jit
@@ -58,13 +56,6 @@ def _cast(target, values, numel, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _copy(target, values, numel, SIZE: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    there = at < numel
-    tl.store(target + at, tl.load(values + at, there), there)
-
-
-@triton.jit
 def _split(masters, shard, remainder, random, numel, MISSING: tl.constexpr, RANDOM: tl.constexpr, SIZE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     there = at < numel
@@ -86,11 +77,6 @@ def _join(masters, shard, remainder, numel, MISSING: tl.constexpr, SIZE: tl.cons
 def cast_(target: torch.Tensor, values: torch.Tensor) -> None:
     """See `comm.rounding.cast_`: contiguous bfloat16, float32."""
     _cast[programs(values.numel())](target, values, values.numel(), SIZE=BLOCK)
-
-
-def copy_(target: torch.Tensor, values: torch.Tensor) -> None:
-    """See `comm.rounding.cast_`: contiguous int32 of equal length, which other dtypes are seen as."""
-    _copy[programs(values.numel(), _COPIED)](target, values, values.numel(), SIZE=_COPIED)
 
 
 def split_(
@@ -117,13 +103,8 @@ def try_out() -> None:
     cast_(rounded, values)
     if not torch.equal(rounded, values.to(torch.bfloat16)):
         raise RuntimeError("a kernel has rounded wrongly")
-    # also because this one is asked for in captures only, where nothing should have to be compiled
-    copied = torch.empty_like(values)
-    copy_(copied.view(torch.int32), values.view(torch.int32))
-    if not torch.equal(copied, values):
-        raise RuntimeError("a kernel has copied wrongly")
 
 
-def programs(numel: int, size: int = BLOCK) -> tuple[int]:
-    """A grid over the elements, at least one, of which a program takes `size`."""
-    return (-(-numel // size),)
+def programs(numel: int) -> tuple[int]:
+    """A grid over the elements, at least one, of which a program takes `BLOCK`."""
+    return (-(-numel // BLOCK),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from zeroweave.comm.copy_engine import CopyEngines
-from zeroweave.comm.everywhere import why_not_local
 from zeroweave.errors import ConfigError
 from zeroweave.ranks.control import Control
 
@@ -74,13 +74,19 @@ def _missing(control: Control, device: torch.device) -> str:
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     version = torch.cuda.nccl.version() if nccl is not None else (0,)
     mine = (socket.gethostname(), version, str(torch.cuda.get_device_properties(device).uuid))
-    ranks = control.all_gather_object(mine, "whether copy engines can gather")
-    whys = why_not_local([(host, gpu) for host, _, gpu in ranks])
-    for rank, ((_, found, _), why) in enumerate(zip(ranks, whys, strict=True)):
-        if found[:2] < OLDEST_NCCL:
-            return f"NCCL {'.'.join(map(str, found))} on rank {rank}: it needs {'.'.join(map(str, OLDEST_NCCL))}"
-        if why:
-            return why
+    return why_not(control.all_gather_object(mine, "whether copy engines can gather"))
+
+
+def why_not(ranks: Sequence[tuple[str, tuple[int, ...], str]]) -> str:
+    """Why copy engines cannot gather between ranks of these (host, version of NCCL, uuid of the GPU), or ""."""
+    gpus = [gpu for _, _, gpu in ranks]
+    for rank, (host, version, gpu) in enumerate(ranks):
+        if version[:2] < OLDEST_NCCL:
+            return f"NCCL {'.'.join(map(str, version))} on rank {rank}: it needs {'.'.join(map(str, OLDEST_NCCL))}"
+        if host != ranks[0][0]:
+            return f"rank {rank} is on {host}, rank 0 on {ranks[0][0]}: it works inside one machine"
+        if (first := gpus.index(gpu)) != rank:
+            return f"ranks {first} and {rank} share a GPU"
     return ""
 
 

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from zeroweave._torch.distributed import copying_communicator
-from zeroweave.comm.around import Routed
-from zeroweave.comm.everywhere import done_by_all
+from zeroweave.comm.around import Around
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.places import FixedMemory
 from zeroweave.comm.process_group import ProcessGroupTransport
-from zeroweave.comm.transport import Gatherer, Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.comm.transport import Gatherer, Pending, Transport
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.ranks.control import Control
 
@@ -47,10 +46,11 @@ class Registered(FixedMemory):
             self._known_to.pop().deregister_mem_pool(self._pool)
 
 
-class CopyEngineGathers(Routed):
+class CopyEngineGathers(Around):
     """A transport that gathers through `engine` if the flat is in registered memory; all else is `inner`'s.
 
-    `placed(flat)`: True if it is; the same on all ranks, see `runtime.bucket.seat`.
+    `placed(flat)`: True if it is; the same on all ranks, see `runtime.bucket.seat`. Copies have no launch to share: in
+    the scope of `together` they are issued at once.
     """
 
     def __init__(self, inner: Transport, engine: Gatherer, placed: Callable[[torch.Tensor], bool]) -> None:
@@ -58,13 +58,7 @@ class CopyEngineGathers(Routed):
         self._engine, self._placed = engine, placed
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        placed = self._placed(flat)
-        self._launch(None if placed else self._inner)  # copies have no launch to share
-        return (self._engine if placed else self._inner).all_gather(flat, shard, layout)
-
-    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        self._launch(self._inner)
-        return self._inner.reduce_scatter(out, parts, layout, op)
+        return (self._engine if self._placed(flat) else self._inner).all_gather(flat, shard, layout)
 
 
 class CopyEngines:
@@ -131,5 +125,11 @@ class CopyEngines:
 
     def done_by_all(self, step: Callable[[], None]) -> bool:
         """Takes a step that may fail; True if it has failed on no rank."""
-        self.why_not = done_by_all(self._control, step, "memory for gathers by copy engines")
+        why = ""
+        try:
+            step()
+        except Exception as error:  # of any kind: of CUDA, or its libraries
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reasons = self._control.all_gather_object(why, "memory for gathers by copy engines")
+        self.why_not = next((f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each), "")
         return not self.why_not

@@ -8,9 +8,8 @@ import torch
 
 from zeroweave.comm.around import Around
 from zeroweave.comm.pending import SideWork
-from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.comm.transport import Pending, Transport
 from zeroweave.config.sections import DebugConfig
-from zeroweave.layout import BucketLayout
 
 
 class Fenced(Around):
@@ -29,33 +28,22 @@ class Fenced(Around):
         waits = self._switches.sync_after_allgather or self._switches.sync_after_reduce
         return nullcontext() if waits else self._inner.together()
 
-    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        self._synchronize(self._switches.sync_before_allgather)
-        return self._finish(self._inner.all_gather(flat, shard, layout), self._switches.sync_after_allgather)
+    def _before(self, kind: str, bucket: int) -> None:
+        switches = self._switches
+        if kind != "broadcast":
+            self._synchronize(switches.sync_before_allgather if kind == "all_gather" else switches.sync_before_reduce)
 
-    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        self._synchronize(self._switches.sync_before_reduce)
-        return self._finish(self._inner.reduce_scatter(out, parts, layout, op), self._switches.sync_after_reduce)
-
-    def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        self._synchronize(self._switches.sync_before_reduce)
-        return self._finish(self._inner.all_reduce(out, parts, layout, op), self._switches.sync_after_reduce)
-
-    def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> Pending:
-        self._synchronize(self._switches.sync_before_reduce)
-        return self._finish(self._inner.all_to_all(out, mine, messages), self._switches.sync_after_reduce)
-
-    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
-        self._synchronize(self._switches.sync_before_reduce)
-        self._inner.all_reduce_sum(tensor)
-        self._synchronize(self._switches.sync_after_reduce)
-
-    def _finish(self, pending: Pending, now: bool) -> Pending:
-        if not now:
+    def _after(self, kind: str, pending: Pending) -> Pending:
+        switches = self._switches
+        if not (switches.sync_after_allgather if kind == "all_gather" else switches.sync_after_reduce):
             return pending
         pending.wait()
         self._synchronize(True)
         return SideWork()
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
+        super().all_reduce_sum(tensor)
+        self._synchronize(self._switches.sync_after_reduce)
 
     def _synchronize(self, now: bool) -> None:
         if now and self._device.type == "cuda":

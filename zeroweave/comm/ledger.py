@@ -57,22 +57,10 @@ class Traffic:
         return Traffic(self.calls - other.calls, self.payload - other.payload, self.wire - other.wire)
 
 
-class Collective(NamedTuple):
-    """The arguments of `Ledger.record` for a collective."""
-
-    kind: str
-    bucket: int
-    dtype: str
-    payload: int
-    group: str
-    world: int
-
-
 @lru_cache(4096)
-def _hashed(each: Collective) -> tuple[bytes, int]:
+def _hashed(kind: str, bucket: int, dtype: str, payload: int, group: str, world: int) -> tuple[bytes, int]:
     """A collective's part of the hash, and the bytes that one rank sends. Cached: steps issue the same ones."""
-    words = f"{each.kind} {each.bucket} {each.dtype} {each.payload} {each.group}".encode()
-    return words, _wire(each.kind, each.payload, each.world)
+    return f"{kind} {bucket} {dtype} {payload} {group}".encode(), _wire(kind, payload, world)
 
 
 class _Mark(NamedTuple):
@@ -103,10 +91,11 @@ class Ledger:
         """of each kind calls, payload and wire, see `Traffic`"""
         self._at_begin: dict[str, Traffic] = {}
         self._gauges: dict[str, Gauge] = {}
-        self._count = 0
-        self._hash = 0
-        """of all collectives so far: that of the last one, seeded with the hash of those before it"""
-        self._marks: deque[_Mark] = deque([_Mark(0, self._hash, "", -1, "", 0, "", "")], maxlen=_REMEMBERED)
+        self.count = 0
+        """collectives issued since the ledger was made"""
+        self.hash = 0
+        """64 bits, of all of them in order: the hash of the last one, seeded with that of those before it"""
+        self._marks: deque[_Mark] = deque([_Mark(0, self.hash, "", -1, "", 0, "", "")], maxlen=_REMEMBERED)
         self.call = ""
         """where this rank is, for people: "in forward", "after step"; the guard says so"""
         self.module = ""
@@ -131,16 +120,15 @@ class Ledger:
         its ranks (None: all); collectives across replicas have their own kind. This rank, and which of the groups of
         that name it is in, are no part of the hash.
         """
-        each = Collective(kind, bucket, dtype, payload, group, self.world if world is None else world)
-        words, wire = _hashed(each)
+        words, wire = _hashed(kind, bucket, dtype, payload, group, self.world if world is None else world)
         kind_of = f"{kind} across" if group == ACROSS else kind
         moved = self._moved.get(kind_of) or self._moved.setdefault(kind_of, [0, 0, 0])
         moved[0] += 1
         moved[1] += payload
         moved[2] += wire
-        self._count += 1
-        self._hash = xxhash.xxh3_64_intdigest(words, self._hash)
-        self._marks.append(_Mark(self._count, self._hash, kind, bucket, dtype, payload, self.call, self.module))
+        self.count += 1
+        self.hash = xxhash.xxh3_64_intdigest(words, self.hash)
+        self._marks.append(_Mark(self.count, self.hash, kind, bucket, dtype, payload, self.call, self.module))
 
     def entering(self, module: str, back: bool = False) -> None:
         """The module of this name is entered; what is issued from now on may be for it.
@@ -170,16 +158,6 @@ class Ledger:
     def gauge(self, name: str) -> Gauge:
         """The memory account of this name; made when it is first asked for."""
         return self._gauges.setdefault(name, Gauge())
-
-    @property
-    def count(self) -> int:
-        """Collectives issued since the ledger was made. Read by the alarm's thread, too."""
-        return self._count
-
-    @property
-    def hash(self) -> int:
-        """A 64-bit hash of all collectives issued, in order."""
-        return self._hash
 
     @property
     def mark(self) -> tuple[int, int]:

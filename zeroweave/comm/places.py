@@ -17,24 +17,8 @@ _SMALL: Final = 1 << 20
 """Tensors up to this size are small."""
 
 
-class Memory(Protocol):
-    """A piece of memory of `nbytes`, for one storage at a time."""
-
-    nbytes: int
-    address: int
-
-    def give(self, storage: torch.UntypedStorage) -> None:
-        """`storage`, which has no bytes, gets all of it; it is free again when the storage is resized.
-
-        If that fails, the storage still has no bytes.
-        """
-
-    def close(self) -> None:
-        """Nothing is gathered there any more. A storage that still has the memory keeps it. Collective."""
-
-
 class FixedMemory:
-    """One block of a pool of device memory that no other code allocates from.
+    """One block of a pool of device memory that no other code allocates from, for one storage at a time.
 
     A storage gets it by being resized inside the pool. PyTorch hands a free block out to the stream that allocated it
     first, and inside a capture it uses the capture's own pool for all that the capturing stream allocates. So the
@@ -58,6 +42,10 @@ class FixedMemory:
             return unfilled(self.nbytes, torch.uint8, self._device)
 
     def give(self, storage: torch.UntypedStorage) -> None:
+        """`storage`, which has no bytes, gets all of it; it is free again when the storage is resized.
+
+        If that fails, the storage still has no bytes.
+        """
         with self._stream, torch.cuda.use_mem_pool(self._pool, self._device):
             storage.resize_(self.nbytes)
         if storage.data_ptr() != self.address:
@@ -65,7 +53,7 @@ class FixedMemory:
             raise RuntimeError("a flat does not lie in its place: its values would be gathered elsewhere")
 
     def close(self) -> None:
-        pass
+        """Nothing is gathered there any more. A storage that still has the memory keeps it. Collective."""
 
 
 def fixed_places(device: torch.device, gauge: Gauge) -> Places:
@@ -93,7 +81,7 @@ class Tenant(Protocol):
 class Place:
     """A piece of memory, and the tenant whose storage has it."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: FixedMemory) -> None:
         self.memory = memory
         self._tenant: Tenant | None = None
 
@@ -122,7 +110,7 @@ class Places:
 
     def __init__(
         self,
-        make: Callable[[int], Memory | None] = lambda nbytes: None,
+        make: Callable[[int], FixedMemory | None] = lambda nbytes: None,
         gauge: Gauge | None = None,
         tell: Callable[[int], None] = lambda nbytes: None,
     ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,6 @@ from zeroweave.ranks.start import connect_gloo, local_gpu
 
 _LOANS: Final = 64
 """So many are remembered at most."""
-
-
-class _Loan(NamedTuple):
-    """The memory of a flat as the backend gets it, and this rank's part of that."""
-
-    whole: torch.Tensor
-    mine: torch.Tensor
 
 
 class _Work:
@@ -75,11 +68,6 @@ class _Work:
             self._waited = stamp
 
 
-def _recording_nothing() -> AbstractContextManager[None]:
-    """`torch.no_grad()`, unless grad mode is off already, as in a backward: entering it again costs time."""
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
-
-
 def _await(wait: Callable[[], object], ledger: Ledger, count: int, on_host: bool) -> None:
     """Waits for collective number `count`. RankFailure for an error of the backend in place of its result."""
     ledger.waits(count)
@@ -96,25 +84,20 @@ class _Launch:
     """Gathers that are issued together, at the end of the scope in which they were asked for."""
 
     def __init__(self) -> None:
-        self._outputs: list[torch.Tensor] = []
-        self._inputs: list[torch.Tensor] = []
-        self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """inputs that are still to be made, and of what"""
+        self._gathers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        """of each its output and its input, and the shard that this is, or is still to be made of"""
         self._work: dist.Work | None = None
 
     def gather(self, output: torch.Tensor, mine: torch.Tensor, shard: torch.Tensor) -> None:
-        """`mine` is the shard, or what is still to be made of it."""
-        self._outputs.append(output)
-        self._inputs.append(mine)
-        if mine is not shard:
-            self._casts.append((mine, shard))
+        self._gathers.append((output, mine, shard))
 
     def issue(self, group: dist.ProcessGroup) -> None:
-        if not self._outputs:
-            return
-        for mine, shard in self._casts:
-            cast_(mine, shard)
-        self._work = all_gather_together(self._outputs, self._inputs, group)
+        for _, mine, shard in self._gathers:
+            if mine is not shard:
+                cast_(mine, shard)
+        if self._gathers:
+            outputs, inputs, _ = zip(*self._gathers, strict=True)
+            self._work = all_gather_together(list(outputs), list(inputs), group)
 
     def wait(self) -> None:
         if self._work is not None:
@@ -152,8 +135,8 @@ class ProcessGroupTransport:
         self._launches = device.type == "cuda"
         """True if it can issue several collectives at once; gloo has no launch to save"""
         self._launch: _Launch | None = None
-        self._loans: dict[tuple[int, int, torch.dtype], _Loan] = {}
-        """of flats that were gathered, by their addresses: buckets take turns in the same memory"""
+        self._loans: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        """of flats that were gathered, by their addresses: buckets take turns in the same memory; see `_lend`"""
         self._on_host = device.type == "cpu"
         """True if the result is there once the host has waited"""
 
@@ -188,13 +171,14 @@ class ProcessGroupTransport:
             yield
         finally:
             self._launch = None
-        with _recording_nothing(), on_side(self._side):
+        with torch.no_grad(), on_side(self._side):
             launch.issue(self.group)
 
     def _count(self, kind: str, tensor: torch.Tensor, bucket: int) -> None:
         self.ledger.record(kind, bucket, dtype_name(tensor.dtype), tensor.nbytes, self._name, self.world)
 
-    def _lend(self, flat: torch.Tensor, layout: BucketLayout) -> _Loan:
+    def _lend(self, flat: torch.Tensor, layout: BucketLayout) -> tuple[torch.Tensor, torch.Tensor]:
+        """The memory of a flat as the backend gets it, and this rank's part of that."""
         key = flat.data_ptr(), flat.numel(), flat.dtype
         if (loan := self._loans.get(key)) is None:
             if len(self._loans) == _LOANS:
@@ -202,7 +186,7 @@ class ProcessGroupTransport:
             start, stop = layout.shard_range(self.rank)
             with torch.inference_mode(False):  # else it could not be written later
                 whole = lent(flat)
-                loan = self._loans[key] = _Loan(whole, whole[start:stop])
+                loan = self._loans[key] = whole, whole[start:stop]
         return loan
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
@@ -232,7 +216,7 @@ class ProcessGroupTransport:
         return dist.ReduceOp.SUM
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        with _recording_nothing(), on_side(self._side):
+        with torch.no_grad(), on_side(self._side):
             if isinstance(parts, torch.Tensor) and parts.dtype == out.dtype:
                 flat = parts
             else:
@@ -249,7 +233,7 @@ class ProcessGroupTransport:
         return _Work(work, self.ledger, self._on_host, flat, out, *tensors_of(parts))
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        with _recording_nothing(), on_side(self._side):
+        with torch.no_grad(), on_side(self._side):
             lay_out(out, parts, layout)
             kind = self._prepare(out, op)
             self._count("all_reduce", out, layout.id)

@@ -36,11 +36,6 @@ _LIBRARY: Final = torch.library.Library("zeroweave", "FRAGMENT")
 def cast_(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Overwrites `target` with `values` of the same shape, rounded as above where bfloat16 is made of float32."""
     if (target.dtype, values.dtype) != (torch.bfloat16, torch.float32):
-        # A graph replays a copy by a kernel of the driver's: on an H200 with CUDA 13 it takes 144 µs for 193 MB, where
-        # the same copy outside of a graph takes 97, and ours 97.
-        if _in_capture(target, values) and (fast := kernels("masters", "cuda")) is not None:
-            fast.copy_(target.view(torch.int32), values.view(torch.int32))
-            return target
         return target.copy_(values)
     if (fast := kernels("masters", values.device.type)) is not None:
         fast.cast_(target, values.contiguous())
@@ -56,17 +51,6 @@ def _round(target: torch.Tensor, values: torch.Tensor) -> None:
     """
     for part, of in zip(target.view(-1).split(_AT_ONCE), values.reshape(-1).split(_AT_ONCE), strict=True):
         part.view(torch.int16).copy_(_carried(_bits(of)) >> 16)
-
-
-def _in_capture(target: torch.Tensor, values: torch.Tensor) -> bool:
-    """True for a copy of whole words on one GPU, whose current stream belongs to a capture."""
-    if not (target.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return False
-    alike = (target.device, target.dtype, target.shape) == (values.device, values.dtype, values.shape)
-    return bool(alike and target.numel()) and all(
-        each.dim() == 1 and each.is_contiguous() and not (each.nbytes % 4 or each.data_ptr() % 4)
-        for each in (target, values)
-    )
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -35,8 +35,9 @@ class Timed(Around):
         self._clock, self._log = clock, log
         self._begun: Mark | None = None
 
-    def _note(self, kind: str, bucket: int, issued: Mark, pending: Pending) -> Pending:
-        self._log.append(Timing(kind, bucket, issued, pending.over(self._clock)))
+    def _note(self, kind: str, layout: Spread, issued: Mark, pending: Pending) -> Pending:
+        if layout.group != ACROSS:
+            self._log.append(Timing(kind, layout.id, issued, pending.over(self._clock)))
         return pending
 
     @contextmanager
@@ -49,13 +50,9 @@ class Timed(Around):
             self._begun = None
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        if layout.group == ACROSS:
-            return self._inner.all_gather(flat, shard, layout)
         issued = self._clock.mark() if self._begun is None else self._begun
-        return self._note("all_gather", layout.id, issued, self._inner.all_gather(flat, shard, layout))
+        return self._note("all_gather", layout, issued, self._inner.all_gather(flat, shard, layout))
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        if layout.group == ACROSS:
-            return self._inner.reduce_scatter(out, parts, layout, op)
         issued = self._clock.mark()
-        return self._note("reduce_scatter", layout.id, issued, self._inner.reduce_scatter(out, parts, layout, op))
+        return self._note("reduce_scatter", layout, issued, self._inner.reduce_scatter(out, parts, layout, op))

@@ -13,7 +13,6 @@ import os
 import pickle
 import secrets
 import socket
-import struct
 import time
 import uuid
 from collections.abc import Mapping
@@ -31,8 +30,6 @@ from zeroweave.ranks.coordinator import Answer, Brought, Coordinator
 from zeroweave.ranks.process import RunningClock, network, own
 from zeroweave.ranks.start import Rendezvous
 
-_FIELDS = struct.Struct("<qQQQQQ?")
-"""Step, count, hash, candidate, record, options and flag of an agreement; the bits follow."""
 _GRACE_SECONDS: Final = 5.0
 """How long behind a deadline the coordinator may be with its answer."""
 NO_ANSWER: Final = "rank 0, whose process coordinates the ranks, has not answered"
@@ -182,8 +179,8 @@ class Control:
         """
         if self.world == 1:
             return decide({0: mine})
-        fields = (mine.step, mine.count, mine.hash, mine.candidate, mine.record, mine.options, mine.nonfinite)
-        return Decision(*self._operate("agree", _FIELDS.pack(*fields) + mine.flags, f"{place} of step {mine.step}"))
+        data = pickle.dumps(tuple(vars(mine).values()))
+        return Decision(*self._operate("agree", data, f"{place} of step {mine.step}"))
 
     def barrier(self, label: str = "barrier") -> None:
         """Returns when every rank has called it."""
@@ -258,7 +255,7 @@ def coordinate(world: int, listener: socket.socket, token: bytes, deadline_secon
 
 
 def _agreed(brought: Mapping[int, bytes]) -> tuple[Any, ...]:
-    decision = decide({rank: _unpack(data) for data, rank in _first_with(brought).items()})
+    decision = decide({rank: Agreement(*pickle.loads(data)) for data, rank in _first_with(brought).items()})
     return tuple(vars(decision).values())
 
 
@@ -309,11 +306,6 @@ def decide(ranks: Mapping[int, Agreement]) -> Decision:
     record = first.record if len(records) == 1 else 0
     options_differ = any(each.options != first.options for each in all_ranks)
     return Decision(bits.to_bytes(len(first.flags), "little"), adopt, differ, nonfinite, record, options_differ)
-
-
-def _unpack(data: bytes) -> Agreement:
-    step, count, digest, candidate, record, options, nonfinite = _FIELDS.unpack_from(data)
-    return Agreement(step, count, digest, data[_FIELDS.size :], candidate, record, nonfinite, options)
 
 
 def listen(host: str) -> socket.socket:

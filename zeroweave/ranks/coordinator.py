@@ -179,16 +179,19 @@ class Coordinator:
         else:
             self._members[rank].parts()
 
-    def _send(self, kind: str, rank: int, *message: Any) -> None:
-        if connection := self._connections.get((kind, rank)):
-            connection.write(self._down.pack(message))
+    def _send(self, kind: str, ranks: Iterable[int], *message: Any) -> None:
+        """Over these ranks' connections of that kind; those that are gone get nothing."""
+        data = self._down.pack(message)
+        for rank in ranks:
+            if connection := self._connections.get((kind, rank)):
+                connection.write(data)
 
     # Operations
 
     def _take(self, rank: int, brought: Brought) -> None:
         """A rank comes to an operation."""
         if self._over is not None:
-            self._answer(self._over, [rank])
+            self._send("control", [rank], *self._over)
             return
         if not self._brought:
             self._since = self._clock.look()
@@ -206,13 +209,7 @@ class Coordinator:
             )
         except ZeroweaveError as error:
             answer = Answer(error=error)
-        self._answer(answer, (*range(1, self._world), 0))
-
-    def _answer(self, answer: Answer, ranks: Iterable[int]) -> None:
-        data = self._down.pack(tuple(answer))
-        for rank in ranks:
-            if connection := self._connections.get(("control", rank)):
-                connection.write(data)
+        self._send("control", (*range(1, self._world), 0), *answer)
 
     def _miss(self, now: float) -> None:
         """Ends the operation that some ranks wait in, where another one will not come to it or has not in time."""
@@ -235,7 +232,7 @@ class Coordinator:
         )
         error = AgreementError(f"[ZW502] at '{label}': {who} {how}")
         self._over = Answer(error=error, over=True, late=not lost)
-        self._answer(self._over, list(self._brought))
+        self._send("control", self._brought, *self._over)
         self._brought.clear()
 
     # Alarms
@@ -247,21 +244,20 @@ class Coordinator:
             case Status() as status:
                 member.tells(status, now)
                 if status.left and rank == 0:
-                    for other in range(1, self._world):
-                        self._send("alarm", other, "left", status)
+                    self._send("alarm", range(1, self._world), "left", status)
                 trail = self._trail
                 if not status.left:
-                    self._send("alarm", rank, "heard", None if trail is None else trail.mark)
+                    self._send("alarm", [rank], "heard", None if trail is None else trail.mark)
                     ours = None if trail is None else steady(partial(trail.hash_at, status.issued))
                     if ours is not None and ours != status.hash:
                         self._ask(rank, now)
             case Failure() as failure:
                 member.fails(failure, now)
                 if self._ended:
-                    self._send("alarm", rank, "verdict", "different", [self._ended], False)
+                    self._send("alarm", [rank], "verdict", "different", [self._ended], False)
                 elif not self._open:
                     self._open = True
-                    self._tell_all("often", True)
+                    self._send("alarm", range(self._world), "often", True)
                     self._judge(now)  # at once: what is final comes before the news that the rank leaves
             case ("marks", marks):
                 self._differ(rank, marks)
@@ -273,23 +269,17 @@ class Coordinator:
     def _tell_newcomer(self, rank: int) -> None:
         """What the other alarms have heard before this one came."""
         if self._ended:
-            self._send("alarm", rank, "end", self._ended, False)
+            self._send("alarm", [rank], "end", self._ended, False)
         elif (first := self._members[0].status).left:
-            self._send("alarm", rank, "left", first)
+            self._send("alarm", [rank], "left", first)
         elif self._open:
-            self._send("alarm", rank, "often", True)
-
-    def _tell_all(self, *message: Any) -> None:
-        data = self._down.pack(message)
-        for rank in range(self._world):
-            if connection := self._connections.get(("alarm", rank)):
-                connection.write(data)
+            self._send("alarm", [rank], "often", True)
 
     def _ask(self, rank: int, now: float) -> None:
         """Asks a rank whose collectives differ from rank 0's what it remembers of them."""
         if self._asked is None and not self._ended:
             self._asked = rank, now
-            self._send("alarm", rank, "marks")
+            self._send("alarm", [rank], "marks")
 
     def _differ(self, rank: int, marks: tuple[Issued, ...]) -> None:
         trail, status = self._trail, self._members[rank].status
@@ -334,7 +324,7 @@ class Coordinator:
         process = self._members[rank].process
         for other, member in enumerate(self._members):
             if other != rank and member.looks < _STOPPED and shares_machine(member.process, process):
-                self._send("alarm", other, "look at", rank, process)
+                self._send("alarm", [other], "look at", rank, process)
                 return
 
     def _judge(self, now: float) -> None:
@@ -347,8 +337,8 @@ class Coordinator:
         if found == "alike":
             for member in self._members:
                 member.survives()
-            self._tell_all("verdict", found, [], False)
-            self._tell_all("often", False)
+            self._send("alarm", range(self._world), "verdict", found, [], False)
+            self._send("alarm", range(self._world), "often", False)
             return
         on = nodes(self._members)
         told = {rank: tell(rank, failure, on[rank]) for rank, failure in list(failures.items())[: _TOLD + 1]}
@@ -366,10 +356,10 @@ class Coordinator:
         self._over = self._over or Answer(error=RankFailure(reason), over=True)
         for rank in (*range(1, self._world), 0):
             if self._members[rank].failure is None:
-                self._send("alarm", rank, "end", reason, missed)
+                self._send("alarm", [rank], "end", reason, missed)
             else:
                 known = [reason] if told is None else [each for other, each in told.items() if other != rank][:_TOLD]
-                self._send("alarm", rank, "verdict", found, known, missed)
+                self._send("alarm", [rank], "verdict", found, known, missed)
 
 
 def _same_place(labels: dict[int, str]) -> None:

@@ -45,14 +45,15 @@ def host_of(process: str) -> str:
     return process.partition(" ")[0]
 
 
-def is_gone(process: str) -> bool:
-    """Has it certainly ended?"""
-    return _state(process) in ("", "Z", "X")
-
-
 def is_stopped(process: str) -> bool:
-    """Has a signal stopped it (SIGSTOP), so that it does nothing until it is continued?"""
-    return _state(process) == "T"
+    """Has a signal stopped it (SIGSTOP), so that it does nothing until it is continued? False where nobody can know."""
+    here, _, number = process.rpartition(" ")
+    if not here or here != _here():
+        return False
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):  # it has gone
+        return False
 
 
 def shares_machine(one: str, other: str) -> bool:
@@ -134,17 +135,3 @@ def _namespace(kind: str) -> str:
     with suppress(OSError):
         return os.readlink(f"/proc/self/ns/{kind}")
     return ""
-
-
-def _state(process: str) -> str | None:
-    """The kernel's letter for it; "" once it is gone; None where this process cannot know."""
-    here, _, number = process.rpartition(" ")
-    if not here or here != _here():
-        return None
-    try:
-        with open(f"/proc/{number}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    except (OSError, IndexError):
-        return None

@@ -176,11 +176,6 @@ def _end(process: int) -> None:
         gc.collect()
 
 
-def _went_wrong(failed: Callable[[], bool]) -> bool:
-    """Does the process end after an exception, or where this rank has `failed`? The other ranks may be anywhere."""
-    return getattr(sys, "last_value", None) is not None or failed()
-
-
 def at_end(ends: ExitStack, own: ExitStack, failed: Callable[[], bool]) -> None:
     """Has `own` closed with `ends`, or else when the process ends, unless nobody has it any more by then.
 
@@ -190,7 +185,8 @@ def at_end(ends: ExitStack, own: ExitStack, failed: Callable[[], bool]) -> None:
 
     def leave() -> None:
         left = found()
-        if left is not None and os.getpid() == process and not _went_wrong(failed):
+        raised = getattr(sys, "last_value", None) is not None
+        if left is not None and os.getpid() == process and not raised and not failed():
             left.close()
 
     atexit.register(leave)

@@ -21,7 +21,6 @@ from zeroweave.schedule.facts import BucketFacts as BucketFacts
 from zeroweave.schedule.facts import Costs as Costs
 from zeroweave.schedule.facts import Facts as Facts
 from zeroweave.schedule.facts import Line as Line
-from zeroweave.schedule.facts import slight as slight
 from zeroweave.schedule.graph import Graph as Graph
 from zeroweave.schedule.graph import dependencies as dependencies
 from zeroweave.schedule.instructions import Call as Call

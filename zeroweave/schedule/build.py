@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 
 import xxhash
 
@@ -45,7 +46,6 @@ from zeroweave.schedule.instructions import (
     project,
 )
 from zeroweave.schedule.moves import Move, moves_of
-from zeroweave.schedule.places import assign
 from zeroweave.schedule.save import read, write
 from zeroweave.schedule.verify import verify
 
@@ -128,8 +128,29 @@ class Schedule:
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """The place of each bucket that is gathered at a fixed address. See ``places.assign``."""
-        return assign(self.instructions, self.gathers, self.drops, self.facts)
+        """The place, from 0, of each gathered bucket of ``facts.placed``: the memory in which it takes turns.
+
+        Two that are gathered at the same time differ. A bucket that stays from step to step, because nothing changes
+        it, has no place. A bucket has one place, however often it is gathered. A place is as large as the largest
+        bucket in it, so the large buckets choose first, each the lowest place that it can have: they share what is
+        large. Those of equal size choose in the order of their first gathers.
+        """
+        neighbours: dict[int, set[int]] = {}  # with which others a bucket is gathered at some time
+        live: set[int] = set()
+        for index, instruction in enumerate(self.instructions):
+            match instruction:
+                case Unshard(bucket) if index in self.gathers and bucket in self.facts.placed:
+                    neighbours.setdefault(bucket, set()).update(live)
+                    for other in live:
+                        neighbours[other].add(bucket)
+                    live.add(bucket)
+                case Reshard(bucket) if index in self.drops:
+                    live.discard(bucket)
+        places: dict[int, int] = {}
+        for bucket in sorted(neighbours, key=lambda each: -self.facts.sizes[each]):
+            taken = {places[other] for other in neighbours[bucket] if other in places}
+            places[bucket] = next(place for place in count() if place not in taken)
+        return places
 
     @cached_property
     def place_sizes(self) -> dict[int, int]:

@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from operator import add
 from typing import Literal, TypeAlias
 
 from zeroweave.errors import ScheduleError
@@ -83,41 +84,31 @@ def is_event(instruction: Instruction) -> bool:
     return isinstance(instruction, Run | End | Reduce)
 
 
-def reductions(schedule: Schedule) -> list[tuple[int, int]]:
-    """The event, by its number, of each ``Reduce``, and the index of the ``Settle`` that makes its result usable."""
-    events = accumulate(map(is_event, schedule.instructions))
-    number = [event - 1 for event in events]
-    return [(number[reduction], index) for index, reduction in schedule.reductions.items()]
+def reductions(schedule: Schedule) -> list[tuple[int, int, int]]:
+    """Of each reduction: its event, by number, its index, and that of the ``Settle`` that makes its result usable."""
+    events = list(accumulate(map(is_event, schedule.instructions)))
+    return [(events[index] - 1, index, settle) for settle, index in schedule.reductions.items()]
+
+
+def _in_flight(schedule: Schedule, reduced: Iterable[tuple[int, int, int]]) -> list[int]:
+    """After each instruction: bytes of reductions in flight, given as bytes, the index of each and of its settling."""
+    changes = [0] * len(schedule.instructions)
+    for nbytes, start, stop in reduced:
+        changes[start] += nbytes
+        changes[stop] -= nbytes
+    return list(accumulate(changes))
 
 
 def held_by_reductions(schedule: Schedule, held: Sequence[int]) -> list[int]:
     """After each instruction: bytes of ``held``, which is known of each event, for the reductions in flight."""
-    settles = {index: event for event, index in reductions(schedule)} if held else {}
-    memory: list[int] = []
-    event, now = -1, 0
-    for index, instruction in enumerate(schedule.instructions):
-        event += is_event(instruction)
-        if held and isinstance(instruction, Reduce):
-            now += held[event]
-        elif index in settles:
-            now -= held[settles[index]]
-        memory.append(now)
-    return memory
+    return _in_flight(schedule, ((held[event], at, settle) for event, at, settle in reductions(schedule) if held))
 
 
 def flats_of(schedule: Schedule) -> list[int]:
     """After each instruction, bytes of flats and gradient flats."""
-    sizes, now = schedule.facts.sizes, 0  # of gradient flats
-    memory: list[int] = []
-    pairs = zip(schedule.instructions, gathered_of(schedule, sizes), strict=True)
-    for index, (instruction, gathered) in enumerate(pairs):
-        match instruction:
-            case Reduce(bucket):
-                now += sizes[bucket]
-            case Settle(bucket) if index in schedule.reductions:
-                now -= sizes[bucket]
-        memory.append(gathered + now)
-    return memory
+    sizes, sends = schedule.facts.sizes, schedule.sends
+    flying = _in_flight(schedule, ((sizes[sends[at][1]], at, settle) for _, at, settle in reductions(schedule)))
+    return list(map(add, gathered_of(schedule, sizes), flying))
 
 
 def gathered_of(schedule: Schedule, buckets: Container[int]) -> list[int]:

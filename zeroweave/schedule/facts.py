@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, linear_regression
@@ -14,12 +14,7 @@ from zeroweave.errors import ScheduleError
 from zeroweave.schedule.moves import Move, beyond, merge
 
 _SLIGHT: Final = 256
-
-
-def slight(sizes: Mapping[int, int]) -> frozenset[int]:
-    """Of trained buckets, by their bytes, those that have less than 1/256 of the largest one's; see `Facts.load`."""
-    largest = max(sizes.values(), default=0)
-    return frozenset(bucket for bucket, nbytes in sizes.items() if _SLIGHT * nbytes < largest)
+"""A bucket with less than 1/256 of the bytes of the largest one is slight; see `Facts.load`."""
 
 
 Kind: TypeAlias = Literal["all_gather", "reduce_scatter"]
@@ -167,7 +162,7 @@ class Facts:
     keep: buckets that stay gathered from one use to the next; "auto": as many as the memory has room for (see
     passes/keep.py).
     placed: buckets that are gathered at a fixed address, each in its own place or in one that it shares with others
-    that are gathered at other times (see places.py).
+    that are gathered at other times (see `Schedule.places`).
     copied: those of the placed that copy engines gather.
     replicated: trainable buckets that several sharding groups have: reduced across groups once a step.
     spread: those of them whose shards lie in several groups: gathered across groups after their update.
@@ -220,8 +215,8 @@ class Facts:
 
     @cached_property
     def slight(self) -> frozenset[int]:
-        """Buckets of which many may be reduced in the place of one."""
-        return slight({bucket.id: bucket.nbytes for bucket in self.buckets if bucket.trainable})
+        """Trained buckets of which many may be reduced in the place of one."""
+        return frozenset(b.id for b in self.buckets if b.trainable and _SLIGHT * b.nbytes < self._largest)
 
     @cached_property
     def _largest(self) -> int:

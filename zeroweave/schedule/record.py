@@ -304,7 +304,7 @@ def _held(step: Step) -> list[int]:
     """
     sizes, instructions = step.schedule.facts.sizes, step.schedule.instructions
     held = [0] * sum(map(is_event, instructions))
-    for event, index in reductions(step.schedule):
+    for event, _, index in reductions(step.schedule):
         moment, instruction = step.moments[index], instructions[index]
         assert isinstance(instruction, Settle)
         if moment.before:
