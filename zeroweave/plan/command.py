@@ -85,7 +85,7 @@ def plan(
     from zeroweave.errors import ConfigError, EngineError
     from zeroweave.notices import working
     from zeroweave.plan.model import source_of
-    from zeroweave.plan.plan import config_of, lines, make, refuse_worlds
+    from zeroweave.plan.plan import config_of, lines, make
 
     if model is None and calibrate is None:
         raise typer.BadParameter("which model? Only --calibrate needs none", param_hint="MODEL")
@@ -94,7 +94,8 @@ def plan(
     sys.path.insert(0, "")  # as `python -m` has it, for module:function
     worlds = world or [8]
     try:
-        refuse_worlds(worlds)
+        if wrong := [each for each in worlds if not 1 <= each <= 1024]:
+            raise EngineError(f"[ZW903] worlds have 1 to 1,024 ranks, not {wrong[0]}")
         known = _calibration(calibrate, calibration)
         if model is None:
             return
@@ -125,7 +126,7 @@ def plan(
         print(f"config of {row.name} on {row.world} ranks: {dumps(config_of(row, settings, plans.room))}")
     if json is not None:
         asked = {"micro_batch": micro_batch, "seq": seq, "config": settings, "hardware": asdict(hardware)}
-        json.write_text(dumps(plans.as_json() | asked, indent=1))
+        json.write_text(dumps(asdict(plans) | asked, indent=1))
 
 
 def _calibration(anew: Path | None, known: Path | None) -> Calibration | None:
