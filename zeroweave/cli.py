@@ -110,10 +110,13 @@ def _courses(source: Path, arguments: list[str] | None, rank: int, ranks: int, s
 
     A folder stands for what this rank has written there.
     """
-    from zeroweave.engine.samples import FOLDER
+    import os
+    from tempfile import TemporaryDirectory
+
+    from zeroweave.engine.samples import FOLDER, STEPS
     from zeroweave.errors import ScheduleError
     from zeroweave.report.course import Courses
-    from zeroweave.report.schedule import of_script
+    from zeroweave.report.launch import launch
 
     is_log = source.suffix == ".jsonl"
     folder = source.parent if is_log else source
@@ -130,7 +133,13 @@ def _courses(source: Path, arguments: list[str] | None, rank: int, ranks: int, s
     if not saved and rank >= ranks:
         raise typer.BadParameter(f"there is no rank {rank} among {ranks} ranks", param_hint="--rank")
     try:
-        shown = Courses.load(source) if saved else of_script(source, arguments or (), ranks, rank, steps)
+        if saved:
+            return Courses.load(source)
+        with TemporaryDirectory() as written:
+            os.environ[FOLDER], os.environ[STEPS] = written, str(steps)
+            if code := launch(["--nproc-per-node", str(ranks), str(source), *(arguments or ())]):
+                raise typer.Exit(code)
+            return Courses.load(Path(written, f"rank{rank}.json").resolve(strict=True))
     except ScheduleError as error:
         raise typer.BadParameter(str(error)) from None
     except FileNotFoundError:
@@ -139,9 +148,6 @@ def _courses(source: Path, arguments: list[str] | None, rank: int, ranks: int, s
             file=sys.stderr,
         )
         raise typer.Exit(1) from None
-    if isinstance(shown, int):
-        raise typer.Exit(shown)
-    return shown
 
 
 @app.command(context_settings=SCRIPT)

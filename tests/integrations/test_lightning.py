@@ -18,7 +18,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import Precision
 
 from zeroweave.integrations.lightning import ZeroweaveFabricStrategy, ZeroweaveStrategy
-from zeroweave.integrations.lightning_beside import precision_of
+from zeroweave.integrations.lightning_fabric import precision_of
 
 pytestmark = pytest.mark.matrix  # the library comes with `make matrix`
 

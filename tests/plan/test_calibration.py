@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from zeroweave.errors import EngineError
-from zeroweave.plan.calibrate import found
 from zeroweave.plan.hardware import GPUS, Calibration, Efficiency
 
 H200 = Calibration("NVIDIA H200", 2, 1, {"matmul": 7.5e14, "host": 5.6e10}, {"kernel": 4e-6, "contention": 0.3})
@@ -54,9 +53,3 @@ def test_what_is_no_calibration_is_refused(tmp_path: Path, text: str, told: str)
         Calibration.load(path)
     with pytest.raises(EngineError, match="No such file"):
         Calibration.load(tmp_path / "b.json")
-
-
-def test_what_ranks_print_is_found() -> None:
-    assert found(f"a warning\ncalibration: {json.dumps(vars(H200))}\n", "") == H200
-    with pytest.raises(RuntimeError, match="ValueError: no GPU"):
-        found("", "ValueError: no GPU")

@@ -19,7 +19,7 @@ ROWS: list[dict[str, Any]] = MEASURED["rows"]
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['case']}-z{row['stage']}")
 def test_peaks_and_times_are_near_what_was_measured(row: dict[str, Any]) -> None:
-    known, sheet = Calibration.read(json.dumps(MEASURED["calibration"])), GPUS["h200"]
+    known, sheet = Calibration(**MEASURED["calibration"]), GPUS["h200"]
     plan = planned(
         spec_of(row["case"], parser().parse_args([])), row["stage"], 2, Hardware(sheet, known.efficiency(sheet))
     )

@@ -181,16 +181,11 @@ def measure(device: torch.device) -> Calibration:
 
 def measured(ranks: int) -> Calibration:
     """On `ranks` ranks of this machine. RuntimeError where they fail."""
-    return found(*on_ranks(__name__, ranks, _SECONDS))
-
-
-def found(output: str, errors: str) -> Calibration:
-    """What the ranks have printed."""
-    return Calibration.read(json.dumps(answer_of(_MARK, output, errors)))
+    return Calibration(**answer_of(_MARK, *on_ranks(__name__, ranks, _SECONDS)))
 
 
 def main() -> None:
-    """On each rank. Rank 0 writes the file that is named, or prints what `found` reads."""
+    """On each rank. Rank 0 writes the file that is named, or prints what `measured` finds."""
     start_process_group(_SECONDS)
     calibration = measure(device_of(dist.group.WORLD))
     if dist.get_rank() == 0 and sys.argv[1:]:

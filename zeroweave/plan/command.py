@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
-    from zeroweave.plan.hardware import Calibration, Hardware
+    from zeroweave.plan.hardware import Calibration
 
 
 def plan(
@@ -79,13 +79,14 @@ def plan(
     to it is calculated from its data sheet, and from what --calibrate has measured. With --calibrate MODEL may be left
     out.
     """
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
     from json import dumps
 
     from zeroweave.errors import ConfigError, EngineError
     from zeroweave.notices import working
+    from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
     from zeroweave.plan.model import source_of
-    from zeroweave.plan.plan import config_of, lines, make, refuse_worlds
+    from zeroweave.plan.plan import config_of, lines, make
 
     if model is None and calibrate is None:
         raise typer.BadParameter("which model? Only --calibrate needs none", param_hint="MODEL")
@@ -94,12 +95,16 @@ def plan(
     sys.path.insert(0, "")  # as `python -m` has it, for module:function
     worlds = world or [8]
     try:
-        refuse_worlds(worlds)
+        if wrong := [each for each in worlds if not 1 <= each <= 1024]:
+            raise EngineError(f"[ZW903] worlds have 1 to 1,024 ranks, not {wrong[0]}")
         known = _calibration(calibrate, calibration)
         if model is None:
             return
         links = {"inside": inside, "between": between, "host": host}
-        hardware = _hardware(gpu, known, ranks_per_node, links)
+        given: dict[str, Any] = {name: rate * 1e9 for name, rate in links.items() if rate is not None}
+        name = gpu or (None if known is None else known.gpu) or "h200"
+        sheet = replace(GPUS[name], ranks_per_node=ranks_per_node, **given)
+        hardware = Hardware(sheet, Efficiency() if known is None else known.efficiency(sheet))
         away = _offload(offload or ())
         settings = {
             "precision": {"params": precision, "optimizer": "compact" if compact else "full"},
@@ -125,7 +130,7 @@ def plan(
         print(f"config of {row.name} on {row.world} ranks: {dumps(config_of(row, settings, plans.room))}")
     if json is not None:
         asked = {"micro_batch": micro_batch, "seq": seq, "config": settings, "hardware": asdict(hardware)}
-        json.write_text(dumps(plans.as_json() | asked, indent=1))
+        json.write_text(dumps(asdict(plans) | asked, indent=1))
 
 
 def _calibration(anew: Path | None, known: Path | None) -> Calibration | None:
@@ -150,23 +155,6 @@ def _calibration(anew: Path | None, known: Path | None) -> Calibration | None:
         raise EngineError(f"[ZW903] --calibrate: {error}") from None
     print(*found.lines(), f"wrote {anew}", sep="\n", flush=True)
     return found
-
-
-def _hardware(
-    gpu: str | None,
-    calibration: Calibration | None,
-    ranks_per_node: int,
-    links: dict[str, float | None],
-) -> Hardware:
-    """`links`: GB/s where the data sheet does not count."""
-    from dataclasses import replace
-
-    from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
-
-    given: dict[str, Any] = {name: rate * 1e9 for name, rate in links.items() if rate is not None}
-    name = gpu or (None if calibration is None else calibration.gpu) or "h200"
-    sheet = replace(GPUS[name], ranks_per_node=ranks_per_node, **given)
-    return Hardware(sheet, Efficiency() if calibration is None else calibration.efficiency(sheet))
 
 
 def _offload(words: Iterable[str]) -> dict[str, Any]:

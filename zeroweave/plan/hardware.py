@@ -195,15 +195,10 @@ class Calibration:
     def load(cls, path: Path) -> Calibration:
         """What `save` has written. EngineError for anything else."""
         try:
-            return cls.read(path.read_text())
+            return TypeAdapter(cls).validate_json(path.read_text())
         except OSError as error:
             raise EngineError(f"[ZW903] {path}: {error.strerror}") from None
         except ValidationError as error:
             raise EngineError(
                 f"[ZW903] {path} is no calibration: {first_problem(error)}; make it anew with --calibrate"
             ) from None
-
-    @classmethod
-    def read(cls, text: str) -> Calibration:
-        """Of JSON. pydantic's ValidationError for anything else."""
-        return TypeAdapter(cls).validate_json(text)

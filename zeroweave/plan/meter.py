@@ -38,13 +38,20 @@ class Lane:
 
 
 class Passed:
-    """A time on some lane, with the methods of a CUDA event. The clock's current lane waits."""
+    """A time on some lane, with the methods of a CUDA event and of a collective. The clock's current lane waits.
 
-    def __init__(self, clock: PlannedClock, time: float) -> None:
-        self._clock, self.time = clock, time
+    `alive` stays until it has been waited for.
+    """
+
+    def __init__(self, clock: PlannedClock, time: float, *alive: object) -> None:
+        self._clock, self.time, self._alive = clock, time, alive
 
     def wait(self) -> None:
         self._clock.reach(self.time)
+        self._alive = ()
+
+    def over(self, clock: Clock) -> float:
+        return self.time
 
     def query(self) -> bool:
         """True if it is over. The host keeps pace with the device."""

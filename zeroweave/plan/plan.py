@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from zeroweave.config import Config
-from zeroweave.errors import EngineError
 from zeroweave.plan.hardware import Hardware
 from zeroweave.plan.model import Source
 from zeroweave.plan.rank import Measured, Planned, PlannedRank
@@ -85,9 +84,6 @@ class Plans:
     advice: tuple[Advice, ...]
     eager: dict[str, str]
     room: int
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def make(
@@ -195,12 +191,6 @@ def config_of(row: Row, settings: Mapping[str, Any], room: int) -> dict[str, Any
 
 def _sharding(settings: Mapping[str, Any], group_size: int | None) -> dict[str, Any]:
     return {**settings.get("sharding", {}), "group_size": group_size}
-
-
-def refuse_worlds(worlds: Iterable[int]) -> None:
-    """EngineError for a world that cannot be planned."""
-    if wrong := [world for world in worlds if not 1 <= world <= 1024]:
-        raise EngineError(f"[ZW903] worlds have 1 to 1,024 ranks, not {wrong[0]}")
 
 
 def lines(plans: Plans) -> Iterator[str]:

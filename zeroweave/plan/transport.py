@@ -8,26 +8,11 @@ from typing import Any
 
 import torch
 
-from zeroweave.comm.clock import Clock
 from zeroweave.comm.transport import Messages, Parts, ReduceOp, Spread
 from zeroweave.layout import ACROSS, INSIDE, WORLD, BucketLayout
 from zeroweave.plan.hardware import Hardware
 from zeroweave.plan.meter import Lane, Meter, Passed, PlannedClock
 from zeroweave.runtime.copies import CopyStream
-
-
-class _Pending:
-    """A collective that is over at `end`; `alive` stays until it has been waited for."""
-
-    def __init__(self, clock: PlannedClock, end: float, *alive: object) -> None:
-        self._clock, self._end, self._alive = clock, end, alive
-
-    def wait(self) -> None:
-        self._clock.reach(self._end)
-        self._alive = ()
-
-    def over(self, clock: Clock) -> float:
-        return self._end
 
 
 class PlannedTransport:
@@ -54,17 +39,17 @@ class PlannedTransport:
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def _issue(self, nbytes: int, copied: int, *alive: object, group: str = WORLD) -> _Pending:
+    def _issue(self, nbytes: int, copied: int, *alive: object, group: str = WORLD) -> Passed:
         begin = max(self._clock.now, self._free)
         self._free = begin + self._lines[group](nbytes) + self._hardware.traffic(copied)
-        return _Pending(self._clock, self._free, *alive)
+        return Passed(self._clock, self._free, *alive)
 
-    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> _Pending:
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Passed:
         as_it_is = shard.dtype == flat.dtype and layout.world > 1
         copied = 0 if as_it_is else shard.nbytes + flat.nbytes // layout.world
         return self._issue(flat.nbytes, copied, flat, shard, group=layout.group)
 
-    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> _Pending:
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Passed:
         if layout.world == 1:
             return self._issue(out.nbytes, 2 * out.nbytes, group=layout.group)
         whole = isinstance(parts, torch.Tensor) and parts.dtype == out.dtype
@@ -75,11 +60,11 @@ class PlannedTransport:
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         self._issue(tensor.nbytes, 0).wait()
 
-    def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> _Pending:
+    def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Passed:
         """Takes as long as a reduce-scatter and an all-gather."""
         return self._issue(2 * out.nbytes, 0, parts, out, group=layout.group)
 
-    def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> _Pending:
+    def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> Passed:
         raise NotImplementedError("what is planned is AdamW's, which needs no whole matrices")
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = "world") -> None:

@@ -130,7 +130,7 @@ class Program:
         self._spend, self._scope = spend, scope
         self._arguments = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
         self._outputs = graph_outputs(graph)
-        self._constants = {node: _constant(graph, node) for node in graph.find_nodes(op="get_attr")}
+        self._constants = {n: getattr(graph.owning_module, str(n.target)) for n in graph.find_nodes(op="get_attr")}
         self._base: dict[fx.Node, fx.Node] = {}
         self._hardware, self._fuses = hardware, fuses
         kernels = self._kernels(graph)
@@ -260,7 +260,3 @@ class Program:
 def _values(tree: Any) -> Any:
     """Arguments of nodes with their values in the place of nodes."""
     return fx.node.map_arg(tree, lambda node: node.meta.get("val"))
-
-
-def _constant(graph: fx.Graph, node: fx.Node) -> Any:
-    return getattr(graph.owning_module, str(node.target))

@@ -18,6 +18,7 @@ NAMES: Final = {
     "copy": "copies",
 }
 """The lanes from top to bottom, with the names that the page shows."""
+_KINDS: Final = {"all_gather": "gather", "reduce_scatter": "reduce", "copy": "copy"}
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,8 @@ def _named(schedule: Schedule, span: Span) -> tuple[str, str]:
     """The kind of a slice, and its text."""
     instruction = schedule.instructions[span.index]
     what = schedule.describe(instruction)
-    if span.lane == "all_gather":
-        return "gather", what
-    if span.lane == "reduce_scatter":
-        return "reduce", what
-    if span.lane == "copy":
-        return "copy", what
+    if (kind := _KINDS.get(span.lane)) is not None:
+        return kind, what
     if isinstance(instruction, Run):
         return instruction.call.phase, what
     if isinstance(instruction, Update):
@@ -120,17 +117,11 @@ def shares(schedule: Schedule, course: Course) -> dict[str, float]:
         if span.lane == "compute":
             found[_named(schedule, span)[0]] += span.stop - span.start
     for index, seconds in course.waits.items():
-        found[waited_for(schedule, index)] += seconds
+        # `Release` waits for activations on their way out, an event for those on their way back.
+        instruction = schedule.instructions[index]
+        waits_for = {Settle: "reduce", Wait: "gather"}.get(type(instruction), "copy")
+        found[waits_for] += seconds
     return {**found, "rest": max(0.0, course.seconds - sum(found.values()))}
-
-
-def waited_for(schedule: Schedule, index: int) -> str:
-    """What the computation waits for at an instruction: "gather", "reduce" or "copy"."""
-    instruction = schedule.instructions[index]
-    if isinstance(instruction, Settle):
-        return "reduce"
-    # `Release` waits for activations on their way out, an event for those on their way back.
-    return "gather" if isinstance(instruction, Wait) else "copy"
 
 
 def ticks(seconds: float, most: int) -> list[float]:

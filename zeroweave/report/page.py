@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
@@ -11,8 +10,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from zeroweave.engine.samples import About
 from zeroweave.report import sections
-from zeroweave.report.course import Course, Courses, farthest
-from zeroweave.report.lanes import Lane, curve, lanes, shares, ticks
+from zeroweave.report.course import Courses, farthest
+from zeroweave.report.lanes import curve, lanes, shares, ticks
 from zeroweave.report.tables import size
 
 KINDS: Final = {
@@ -38,15 +37,6 @@ SHARES: Final = {
 }
 LEVELS: Final = 8, 40, 200
 """The most round moments that the time axis names, by how far it is magnified."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """The lanes of one course. memory: the path of its curve; "" where memory is not counted."""
-
-    course: Course
-    lanes: tuple[Lane, ...]
-    memory: str
 
 
 def page(shown: Courses, title: str, made: datetime) -> str:
@@ -92,18 +82,16 @@ def _of_courses(shown: Courses) -> dict[str, Any]:
     courses = (*measured, *(rest if measured else (first,)))
     longest = max((0.0, *(course.seconds for course in courses), *(s.stop for c in courses for s in c.spans))) or 1.0
     most = max(0, *(course.peak for course in courses))
-    pictures = {
-        course.name: Picture(
-            course,
-            lanes(schedule, course),
-            curve([*zip(course.starts, course.memory, strict=False), *_last(course)], longest, most, steps=True),
-        )
-        for course in courses
-    }
+    pictures = []
+    for course in courses:
+        points = [*zip(course.starts, course.memory, strict=False)]
+        points += [(course.seconds, course.memory[-1])] if points else []  # memory stays to the end of the step
+        memory = curve(points, longest, most, steps=True)  # "" where it is not counted
+        pictures.append({"course": course, "lanes": lanes(schedule, course), "memory": memory})
     table, more = sections.exposed(shown)
     return {
-        "measured": [pictures[course.name] for course in measured],
-        "pictures": list(pictures.values()),
+        "measured": pictures[: len(measured)],
+        "pictures": pictures,
         "longest": longest,
         "ticks": [ticks(longest, most) for most in LEVELS],
         "shares": [(course.name, course.seconds, shares(schedule, course)) for course in courses],
@@ -116,19 +104,8 @@ def _of_courses(shown: Courses) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Values by the number of a step, drawn from 0 to `most`. `path` leaves out those that are not finite."""
-
-    name: str
-    points: tuple[tuple[int, float], ...]
-    most: float
-    path: str
-    unit: str
-
-
-def _curves(about: About) -> list[Curve]:
-    """The curves over the steps, times in ms."""
+def _curves(about: About) -> list[dict[str, Any]]:
+    """Values by the number of a step, times in ms, drawn from 0 to `most`. `path` leaves out what is not finite."""
     times = tuple((number, 1e3 * took) for number, took in about.seconds)
     named = (("Duration of each timed step", times, "ms"), ("Loss on this rank", about.losses, ""))
     found = []
@@ -139,10 +116,6 @@ def _curves(about: About) -> list[Curve]:
         first, last = finite[0][0], finite[-1][0]
         most = max(0.0, *(value for _, value in finite))
         shifted = [(float(number - first), value) for number, value in finite]
-        found.append(Curve(name, points, most, curve(shifted, float(last - first), most, steps=False), unit))
+        path = curve(shifted, float(last - first), most, steps=False)
+        found.append({"name": name, "points": points, "most": most, "path": path, "unit": unit})
     return found
-
-
-def _last(course: Course) -> list[tuple[float, int]]:
-    """Memory stays to the end of the step."""
-    return [(course.seconds, course.memory[-1])] if course.memory else []

@@ -1,30 +1,12 @@
-"""`zeroweave schedule`: a schedule with the times of its instructions, of a file or of a script's engine."""
+"""`zeroweave schedule`: a schedule with the times of its instructions, as text."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Iterator
 
-from zeroweave.engine.samples import FOLDER, STEPS
 from zeroweave.report.course import Courses, farthest
-from zeroweave.report.launch import launch
 from zeroweave.report.sections import instructions, ms
 from zeroweave.report.tables import size, table, tables
-
-
-def of_script(script: Path, arguments: Sequence[str], ranks: int, rank: int, steps: int) -> Courses | int:
-    """Run a script on `ranks` processes for `steps` optimizer steps.
-
-    Returns what `rank` measured, or the exit code of a script that failed. FileNotFoundError where none of its steps
-    followed a schedule.
-    """
-    with TemporaryDirectory() as folder:
-        os.environ[FOLDER], os.environ[STEPS] = folder, str(steps)
-        if code := launch(["--nproc-per-node", str(ranks), str(script), *arguments]):
-            return code
-        return Courses.load(Path(folder, f"rank{rank}.json").resolve(strict=True))
 
 
 def report(shown: Courses) -> Iterator[str]:

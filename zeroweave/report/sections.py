@@ -13,7 +13,6 @@ from zeroweave.compile.announce import pattern
 from zeroweave.config import Config
 from zeroweave.engine.samples import About
 from zeroweave.engine.stats import Stats
-from zeroweave.layout import BucketLayout
 from zeroweave.report.course import Course, Courses
 from zeroweave.report.tables import size
 from zeroweave.schedule import Reduce, Schedule, Settle, Unshard, Wait
@@ -56,23 +55,6 @@ class Table:
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     text: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """A bucket and its parameters. What only the engine knows is "" for a schedule alone.
-
-    share: of the bytes of the largest bucket. members: names and shapes of its parameters.
-    """
-
-    name: str
-    size: str
-    share: float
-    dtype: str
-    kind: str
-    sharing: str
-    collectives: str
-    members: tuple[tuple[str, str], ...]
 
 
 def ms(seconds: float | None) -> str:
@@ -154,14 +136,16 @@ def traffic(stats: Stats) -> Table:
     return Table("What this rank has counted", head, rows)
 
 
-def buckets(schedule: Schedule, about: About | None) -> list[Bucket]:
-    """The buckets, in their order."""
+def buckets(schedule: Schedule, about: About | None) -> list[dict[str, Any]]:
+    """The buckets, in their order, as the template has them. What only the engine knows is missing without `about`.
+
+    share: of the bytes of the largest bucket. members: names and shapes of its parameters.
+    """
     calls = Counter(schedule.collectives())
     layouts = {} if about is None else {layout.id: layout for layout in about.buckets}
     largest = max(schedule.facts.sizes.values(), default=0) or 1
     found = []
     for facts in schedule.facts.buckets:
-        layout = layouts.get(facts.id)
         traits = ["trained" if facts.trainable else "frozen"]
         if facts.id in schedule.stays:
             traits.append("stays gathered")
@@ -171,28 +155,20 @@ def buckets(schedule: Schedule, about: About | None) -> list[Bucket]:
             way = "by copy engine, " if schedule.by_copy_engine("all_gather", facts.id) else ""
             traits.append(f"gathered {way}in place {schedule.places[facts.id]}")
         issued = calls["all_gather", facts.id], calls["reduce_scatter", facts.id]
-        found.append(
-            Bucket(
-                name=facts.name,
-                size=size(facts.nbytes),
-                share=facts.nbytes / largest,
-                dtype="" if layout is None else layout.dtype,
-                kind=", ".join(traits),
-                sharing="" if layout is None else _sharing(layout),
-                collectives=f"{issued[0]} + {issued[1]}",
-                members=() if layout is None else tuple((slot.name, _shape(slot.shape)) for slot in layout.slots),
-            )
-        )
+        bucket: dict[str, Any] = {
+            "name": facts.name,
+            "size": size(facts.nbytes),
+            "share": facts.nbytes / largest,
+            "kind": ", ".join(traits),
+            "collectives": f"{issued[0]} + {issued[1]}",
+        }
+        if (layout := layouts.get(facts.id)) is not None:
+            ranks = "1 rank" if layout.world == 1 else f"{layout.world} ranks"
+            bucket["dtype"] = layout.dtype
+            bucket["sharing"] = ranks if layout.groups == 1 else f"{layout.groups} groups of {ranks}"
+            bucket["members"] = [(s.name, " × ".join(map(str, s.shape)) or "one value") for s in layout.slots]
+        found.append(bucket)
     return found
-
-
-def _sharing(layout: BucketLayout) -> str:
-    ranks = "1 rank" if layout.world == 1 else f"{layout.world} ranks"
-    return ranks if layout.groups == 1 else f"{layout.groups} groups of {ranks}"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " × ".join(map(str, shape)) or "one value"
 
 
 def compiled(stats: Stats) -> Table:
