@@ -44,7 +44,14 @@ from zeroweave.integrations.wrapped import (
 
 __all__ = ["ZeroweaveFabricStrategy", "ZeroweaveStrategy"]
 
-_KEPT: Final = "convert_module convert_input convert_output tensor_init_context module_init_context forward_context"
+_KEPT: Final = (
+    "convert_module",
+    "convert_input",
+    "convert_output",
+    "tensor_init_context",
+    "module_init_context",
+    "forward_context",
+)
 """Methods of a precision plugin that an engine leaves to it."""
 
 
@@ -54,7 +61,7 @@ class ZeroweavePrecision(Precision):
     def __init__(self, plugin: Precision, engine: Callable[[], Engine]) -> None:
         self.precision = precision_of(plugin)
         self._engine = engine
-        for name in _KEPT.split():
+        for name in _KEPT:
             setattr(self, name, getattr(plugin, name))
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:

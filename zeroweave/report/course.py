@@ -89,10 +89,8 @@ class Courses:
         longest, _ = dependencies(schedule).critical_path(costs)
         if found is None:
             return cls(schedule, courses, longest, {}, True)
-        others = []
-        for step in found.others:
-            name = "fastest" if step.seconds <= found.step.seconds else "slowest"
-            others.append(measured(step, found.costs, name))
+        names = "fastest", "slowest"
+        others = [measured(step, found.costs, name) for name, step in zip(names, found.others, strict=False)]
         return cls(
             schedule,
             (measured(found.step, found.costs), *courses),
