@@ -166,11 +166,13 @@ class Ahead:
         self.call(1 << 20)  # at the end of a forward
         self.transfers.log.clear()
 
-    def backward(self, in_use: Sequence[int]) -> None:
-        """One whose calls find so many bytes in use, and which no update follows."""
+    def backward(self, in_use: Sequence[int], whole: bool = True) -> None:
+        """One whose calls find so many bytes in use, and which no update follows. Not `whole`: an exception ends it."""
         self.offload.run_ahead()
         for each in in_use:
             self.call(each)
+        if whole:
+            self.offload.stand()
         self.offload.recall()
 
     def call(self, in_use: int) -> list[int]:
@@ -248,6 +250,7 @@ def test_what_later_calls_of_the_backward_will_need_stays_free() -> None:
     first, second = ahead.sizes[:2]
     most = (1 << 20) + first + second
     ahead.backward([0, 0, most - first, most - first - second])
+    ahead.backward([0, 0, 0], whole=False)
     ahead.call(most)
     ahead.offload.run_ahead()
     assert ahead.call(0) == ahead.order[:1], "a later call needs all but this"

@@ -191,19 +191,21 @@ class StateOffload:
         self._ahead = True
         self._transfers.run_ahead(self._lift_ahead)
 
-    def _lift_ahead(self) -> None:
+    def _lift_ahead(self) -> bool:
+        """False if what is free lies in pieces: the update finds more."""
         try:
             self._lift_more(self._transfers.slack.lasting_room)
-        except torch.OutOfMemoryError:  # what is free lies in pieces: the update finds more
-            self.stand()
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def stand(self) -> None:
         """That backward is over: the computation asks for no more memory."""
-        self._transfers.run_ahead(None)
+        self._transfers.stand(whole=True)
 
     def recall(self) -> None:
         """No update follows what was lifted, or one that ended with an exception: it is dropped."""
-        self.stand()
+        self._transfers.stand(whole=False)
         self._ahead = False
         for bucket in list(self._lifted):
             self.abort(bucket)

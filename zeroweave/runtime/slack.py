@@ -24,7 +24,7 @@ class Slack:
         self._course: list[int] = []
         """what was in use, states aside, at each call of this backward so far"""
         self._needed: list[int] = []
-        """what the backward before had in use from each of its calls on, at most"""
+        """what the last whole backward had in use from each of its calls on, at most"""
         self._in_backward = False
         self.states = 0
 
@@ -36,14 +36,14 @@ class Slack:
     def begin_backward(self) -> None:
         """A backward begins in which states may come. The capacity is asked for, which other processes may change."""
         self._limit = int(_SHARE * self._capacity())
-        self._needed = list(accumulate(reversed(self._course), max))[::-1]
         self._course, self._in_backward = [], True
 
-    def end_backward(self) -> None:
-        """It is over: the computation asks for no more memory until the update is over."""
-        if self._in_backward:
+    def end_backward(self, whole: bool) -> None:
+        """It is over. `whole`: it has come to its end, so the next one is expected to take as much."""
+        if self._in_backward and whole:
             self.call_begins()
-            self._in_backward = False
+            self._needed = list(accumulate(reversed(self._course), max))[::-1]
+        self._in_backward = False
 
     def call_begins(self) -> None:
         now = self._in_use() - self.states
@@ -62,11 +62,11 @@ class Slack:
 
     @property
     def lasting_room(self) -> int:
-        """Bytes that further states may take to the end of the backward, if it takes what the one before has taken.
+        """Bytes that further states may take to the end of the backward, if it takes what the last whole one has taken.
 
-        0 for calls that the one before has not had.
+        0 for calls that that one has not had.
         """
         call = len(self._course) - 1
         if not 0 <= call < len(self._needed):
             return 0
-        return min(self._most, self._limit) - self.states - max(self._in_use() - self.states, self._needed[call])
+        return min(self.room, min(self._most, self._limit) - self.states - self._needed[call])

@@ -270,7 +270,7 @@ class Transfers:
         self.slack = Slack(self._up.in_use, self._up.capacity)
         self._any = False
         """true once anything has been downloaded"""
-        self._ahead: Callable[[], None] | None = None
+        self._ahead: Callable[[], bool] | None = None
 
     def zeros(self, numel: int, dtype: torch.dtype) -> HostTensor:
         """A new tensor [numel] in host memory."""
@@ -329,13 +329,15 @@ class Transfers:
         oldest.stream.wait_event(oldest.event)
         self.slack.add(-oldest.nbytes)
 
-    def run_ahead(self, lift: Callable[[], None] | None) -> None:
-        """As calls of this backward begin, `lift` is called, which may begin uploads in its slack. None: it is over."""
+    def run_ahead(self, lift: Callable[[], bool]) -> None:
+        """As calls of this backward begin, `lift` may begin uploads in its slack, until it returns False."""
         self._ahead = lift
-        if lift is not None:
-            self.slack.begin_backward()
-        else:
-            self.slack.end_backward()
+        self.slack.begin_backward()
+
+    def stand(self, whole: bool) -> None:
+        """No more uploads begin in a backward. `whole`: it has come to its end."""
+        self._ahead = None
+        self.slack.end_backward(whole)
 
     def sweep(self) -> None:
         """Called as calls begin: frees the device tensors of downloads that are over, and begins uploads.
@@ -349,8 +351,8 @@ class Transfers:
         self._calls += 1
         while self._leaving and (self._leaving[0].event.query() or self._is_time()):
             self._retire()
-        if self._ahead is not None:
-            self._ahead()
+        if self._ahead is not None and not self._ahead():
+            self._ahead = None
 
     def _is_time(self) -> bool:
         return self.slack.room <= 0 if self.slack.counts else self._calls > _CALLS
