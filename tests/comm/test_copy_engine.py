@@ -29,11 +29,13 @@ def test_where_a_flat_lies_decides() -> None:
     assert noted == ["kernel", "copy", "kernel", "kernel reduces"]
 
 
-def test_copies_have_no_launch_of_their_own() -> None:
+def test_copies_lie_outside_of_launches() -> None:
     transport, noted = two_ways()
     with transport.together():
         gather(transport, PLACED, PLACED)
     with transport.together():
         gather(transport, OTHER, OTHER, PLACED, OTHER)
+    with transport.together():
+        transport.reduce_scatter(SHARD, {}, WHERE, "average")
     gather(transport, OTHER)
-    assert noted == "( copy copy ) ( kernel kernel copy kernel ) kernel".split()
+    assert noted == ["copy", "copy", *"( kernel kernel ) copy ( kernel )".split(), "(", "kernel reduces", ")", "kernel"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
@@ -56,3 +57,34 @@ class Around:
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         self._before("all_reduce", -1)
         self._inner.all_reduce_sum(tensor)
+
+
+class Routed(Around):
+    """A wrapper whose collectives take several transports, of which some can share launches.
+
+    In the scope of `together` there is one launch for each run of collectives of one transport, since a launch belongs
+    to one communicator. Each gather and each reduce-scatter begins with `_launch`.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self._scope: ExitStack | None = None
+        self._launching: Transport | None = None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        with ExitStack() as scope:
+            self._scope, self._launching = scope, None
+            try:
+                yield
+            finally:
+                self._scope = None
+
+    def _launch(self, transport: Transport | None) -> None:
+        """The next collective belongs to a launch of this transport; None: to none."""
+        if self._scope is None or transport is self._launching:
+            return
+        self._scope.close()
+        self._launching = transport
+        if transport is not None:
+            self._scope.enter_context(transport.together())

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from zeroweave._torch.distributed import copying_communicator
-from zeroweave.comm.around import Around
+from zeroweave.comm.around import Routed
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.places import FixedMemory
 from zeroweave.comm.process_group import ProcessGroupTransport
-from zeroweave.comm.transport import Gatherer, Pending, Transport
+from zeroweave.comm.transport import Gatherer, Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.ranks.control import Control
 
@@ -46,11 +46,10 @@ class Registered(FixedMemory):
             self._known_to.pop().deregister_mem_pool(self._pool)
 
 
-class CopyEngineGathers(Around):
+class CopyEngineGathers(Routed):
     """A transport that gathers through `engine` if the flat is in registered memory; all else is `inner`'s.
 
-    `placed(flat)`: True if it is; the same on all ranks, see `runtime.bucket.seat`. Copies have no launch to share: in
-    the scope of `together` they are issued at once.
+    `placed(flat)`: True if it is; the same on all ranks, see `runtime.bucket.seat`.
     """
 
     def __init__(self, inner: Transport, engine: Gatherer, placed: Callable[[torch.Tensor], bool]) -> None:
@@ -58,7 +57,13 @@ class CopyEngineGathers(Around):
         self._engine, self._placed = engine, placed
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        return (self._engine if self._placed(flat) else self._inner).all_gather(flat, shard, layout)
+        placed = self._placed(flat)
+        self._launch(None if placed else self._inner)  # copies have no launch to share
+        return (self._engine if placed else self._inner).all_gather(flat, shard, layout)
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        self._launch(self._inner)
+        return self._inner.reduce_scatter(out, parts, layout, op)
 
 
 class CopyEngines:
