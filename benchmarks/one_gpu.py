@@ -12,7 +12,8 @@ Models have the published shapes and random weights. The loop is the ordinary on
 
 `+liger` patches the model with Liger's kernels; name arms with it last, since it patches classes as well. `+norope`
 leaves Liger's rotary embedding out, around which Liger 0.8.5 disables compilation. `+ligerloss` takes nothing but the
-fused loss of it. `+chunked` is zeroweave's own loss without logits. `+graphs` turns on `compile.cuda_graphs`.
+fused loss of it. `+chunked` is zeroweave's own loss without logits. `+graphs` turns on `compile.cuda_graphs`. `+whole`
+compiles all layers as one.
 `+compact` keeps masters and moments in few bits. `+offload` keeps optimizer states in host memory. `+budget` recomputes
 activations as `--activation-budget` says. `+lora` freezes the model and trains low-rank layers of 16 beside all linear
 layers of its blocks.
@@ -30,6 +31,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -42,7 +44,7 @@ from benchmarks.peers.subject import FEED_FORWARD, PROJECTIONS, add_low_rank, tr
 
 BATCHES = 4
 GIB = 2**30
-EXTRAS = ("liger", "ligerloss", "norope", "chunked", "graphs", "compact", "offload", "budget", "lora", "fp32")
+EXTRAS = ("liger", "ligerloss", "norope", "chunked", "graphs", "compact", "offload", "budget", "lora", "fp32", "whole")
 
 
 SIZES = {
@@ -73,9 +75,9 @@ def trained(model: Any) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def plain_step(model: Any, rate: float, autocast: bool) -> Step:
-    for layer in model.model.layers:
-        layer.compile()
+def plain_step(model: Any, rate: float, autocast: bool, whole: bool) -> Step:
+    for module in [model.model] if whole else model.model.layers:
+        module.compile()
     optimizer = torch.optim.AdamW(trained(model), lr=rate, fused=True)
 
     def step(batches: Sequence[Tensor]) -> Tensor:
@@ -135,6 +137,8 @@ def engine_of(model: Any, extras: Sequence[str], asked: argparse.Namespace) -> z
         "precision": {"params": "bfloat16"},
         "compile": {"lower": asked.lower, "cuda_graphs": "graphs" in extras},
     }
+    if "whole" in extras:
+        config["compile"]["regions"] = ["model"]
     if "budget" in extras:
         config["compile"]["activation_budget"] = asked.activation_budget
     if "chunked" in extras:
@@ -175,8 +179,8 @@ def profiled(step: Step, batches: Sequence[Tensor], most: int, steps: int = 3) -
     return "\n".join(["", f"  {total:8.2f} ms in all kernels", *lines[:most]])
 
 
-def run(arm: str, asked: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Losses, milliseconds of a step (median), peak bytes of tensors and bytes of the device."""
+def run(arm: str, asked: argparse.Namespace, device: torch.device, tell: Callable[[dict[str, Any]], None]) -> None:
+    """`tell` gets losses, milliseconds of a step (median), peak bytes of tensors and bytes of the device."""
     kind, *extras = arm.split("+")
     if kind not in ("plain", "masters", "deepspeed", "zw") or not set(extras) <= set(EXTRAS):
         raise SystemExit(f"--arms: there is no arm {arm!r}")
@@ -211,7 +215,10 @@ def run(arm: str, asked: argparse.Namespace, device: torch.device) -> dict[str, 
     elif kind == "deepspeed":
         step = deepspeed_step(model, asked.rate, asked.rows, asked.gas)
     else:
-        step = masters_step(model, asked.rate) if kind == "masters" else plain_step(model, asked.rate, "fp32" in extras)
+        if kind == "masters":
+            step = masters_step(model, asked.rate)
+        else:
+            step = plain_step(model, asked.rate, "fp32" in extras, "whole" in extras)
     sizes = asked.gas, asked.rows, asked.length
     generators = [torch.Generator().manual_seed(index) for index in range(BATCHES)]
     data = [torch.randint(3, shape.vocabulary, sizes, generator=each).to(device).unbind() for each in generators]
@@ -235,9 +242,9 @@ def run(arm: str, asked: argparse.Namespace, device: torch.device) -> dict[str, 
         found["told"] = f"{stats.graphed_calls} graphed {stats.ungraphed_calls or ''} {dict(stats.eager_regions) or ''}"
     if asked.profile and cuda:
         found["told"] += profiled(step, data[0], asked.profile)
+    tell(found)
     if engine is not None:
         engine.destroy(optimizer_state=False)
-    return found
 
 
 def main() -> None:
@@ -258,8 +265,9 @@ def main() -> None:
     asked = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     first: dict[str, Any] | None = None
-    for arm in asked.arms:
-        found = run(arm, asked, device)
+
+    def tell(arm: str, found: dict[str, Any]) -> None:
+        nonlocal first
         first = first or found
         tokens = asked.gas * asked.rows * asked.length / found["ms"] * 1000
         print(
@@ -268,6 +276,9 @@ def main() -> None:
             f"loss {found['losses'][0]:.4f} to {found['losses'][-1]:.4f}  {found['told']}",
             flush=True,
         )
+
+    for arm in asked.arms:
+        run(arm, asked, device, partial(tell, arm))
 
 
 if __name__ == "__main__":

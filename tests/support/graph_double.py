@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zeroweave._torch.storages import StorageReference, borrowed_storage
-from zeroweave.runtime.call_graphs import View
+from zeroweave.runtime.call_graphs import View, _distinct, _part
 
 ALIGNMENT = 64
 
@@ -71,7 +71,7 @@ class ReplayedCode:
         results = list(self._run([make() for make in self._args]))
         for result, make in zip(results, self._into, strict=True):
             if isinstance(result, Tensor) and (target := make()) is not None and target.data_ptr() != result.data_ptr():
-                target.copy_(result)
+                _fill(target, result)
 
 
 class GraphDouble:
@@ -99,7 +99,7 @@ class GraphDouble:
         into = []
         for index, result in enumerate(results):
             if isinstance(result, Tensor) and result.untyped_storage()._cdata not in storages and result.numel():
-                results[index] = self.pool.empty(result.shape, result.stride(), result.dtype).copy_(result)
+                results[index] = _fill(self.pool.empty(result.shape, result.stride(), result.dtype), result)
             into.append(results[index])
         return ReplayedCode(self, run, args, into), results
 
@@ -122,6 +122,14 @@ class GraphDouble:
     @property
     def nbytes(self) -> int:
         return sum(end - begin for begin, end in self.pool.free())
+
+
+def _fill(target: Tensor, values: Tensor) -> Tensor:
+    """Copies values of the same shape and strides, by which several elements may share their memory."""
+    part = _distinct(values)
+    assert part is not None
+    _part(target, part).copy_(_part(values, part))
+    return target
 
 
 def _at(value: Any) -> Callable[[], Any]:
