@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +69,29 @@ def checkpoint_segment() -> weakref.ref[Any] | None:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     inside = hooks is not None and "_checkpoint_hook" in getattr(hooks[1], "__qualname__", "")
     return weakref.ref(hooks[1]) if inside else None
+
+
+def past_hooks(hooks: torch.autograd.graph.saved_tensors_hooks, run: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """`run(*args)`. What autograd saves inside passes `hooks` if there are no others; then it calls none.
+
+    Why: a layer saves dozens of tensors, and each takes a call of Python in the forward and one in the backward.
+    """
+    own: Any = torch._C._autograd
+    pair = own._top_saved_tensors_default_hooks(True)
+    if pair is None or pair[0] is not hooks.pack_hook:
+        return run(*args)
+    own._pop_saved_tensors_default_hooks()
+    try:
+        if own._top_saved_tensors_default_hooks(True) is None:
+            return run(*args)
+    finally:
+        own._push_saved_tensors_default_hooks(*pair)
+    return run(*args)
+
+
+def saves_through_hooks() -> bool:
+    """True if what autograd saves now goes through hooks. Why: see `past_hooks`."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 @contextmanager

@@ -14,8 +14,10 @@ from typing import Any
 from uuid import uuid4
 
 from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from zeroweave._torch.aot import aot_metadata, dynamo_backend
+from zeroweave._torch.autograd import past_hooks
 from zeroweave._torch.dynamo import (
     compile_with_limit,
     dynamo_errors,
@@ -41,6 +43,7 @@ class Templates:
     Dynamo keeps backends, and what they compiled, where the garbage collector cannot look: they refer to this
     weakly, or an engine that is dropped without `destroy` would never be freed.
 
+    `hooks`: the engine's for saved tensors, which those of compiled code need not pass; None: they need.
     `names` maps each region's module to its qualified name, which becomes the name of its calls. Dynamo compiles
     at most `recompile_limit` variants of all regions that share a callable (see `compile`). `activation_budget` is
     the share of activation bytes that forwards may save, `code` makes code of graphs.
@@ -60,6 +63,7 @@ class Templates:
         announcer: Announcer | None = None,
         journal: Journal | None = None,
         code: lowering.Code = lowering.compile_graph,
+        hooks: saved_tensors_hooks | None = None,
     ) -> None:
         self.announcer = announcer or Announcer(False, lambda: False)
         self._journal = journal or Journal(0)
@@ -69,7 +73,7 @@ class Templates:
         self.phases = Phases()
         self._host: TemplateHost | None = host
         self._names = dict(names)
-        self._lower, self._code = lower, code
+        self._lower, self._code, self._hooks = lower, code, hooks
         self._limit, self._budget = recompile_limit, activation_budget
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._codes: dict[Hashable, types.CodeType] = {}
@@ -156,7 +160,7 @@ class Templates:
         roles = roles_of(graph.graph, self._host, module, name)
         compilation = _Compilation(self, self._lower, self._budget, roles, name)
         with self.phases("aot"):
-            return dynamo_backend(
+            run = dynamo_backend(
                 fw_compiler=compilation.forward,
                 bw_compiler=compilation.backward,
                 inference_compiler=compilation.inference,
@@ -164,6 +168,16 @@ class Templates:
                 decompositions=lowering.decompositions(self._lower),
                 keep_inference_input_mutations=True,
             )(graph, inputs)
+        if self._hooks is None:
+            return run
+        reference = weakref.ref(self)
+
+        def call(*args: Any) -> Any:
+            templates = reference()
+            hooks = None if templates is None else templates._hooks
+            return run(*args) if hooks is None else past_hooks(hooks, run, args)
+
+        return call
 
     def lowered(self, region: str, kind: Kind, graph: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """The code of one graph of a region."""
@@ -192,7 +206,7 @@ class Templates:
         """Forgets the engine: nothing that Dynamo still keeps leads to the host or to a module."""
         for held in (self._compiled, self._codes, self._breaks, self._running, self._own, self._names):
             held.clear()
-        self._host = None
+        self._host = self._hooks = None
 
 
 class _Engine:

@@ -38,7 +38,7 @@ class _Parameter(NamedTuple):
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """The hooks of one engine, entered for each outermost forward."""
+    """The hooks of one engine, entered for each outermost forward. Compiled code may go past them; see `Templates`."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._find, self._save = runtime, runtime.find, runtime.activations.save

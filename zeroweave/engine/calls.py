@@ -77,14 +77,17 @@ class Calls:
         self._compiling = False
         """true if regions that are called now run compiled"""
         self._told_cache = False
+        self._saving = SavedTensors(runtime)
         regions = find_regions(model, config.compile.regions, max_bytes=config.bucket.bytes)
         self.regions = len(regions)
         self.templates: Templates | None = None
         if config.compile.enabled:
             c, names = config.compile, {module: name for name, module in regions}
             announcer = Announcer.on_terminal(self._rank, in_first_step)
+            # Where nothing is freed, nothing that compiled code saves needs them.
+            hooks = None if runtime.activations.moves or runtime.frees_flats else self._saving
             self.templates = Templates(
-                runtime, names, c.lower, c.recompile_limit, c.activation_budget, announcer, journal, code
+                runtime, names, c.lower, c.recompile_limit, c.activation_budget, announcer, journal, code, hooks
             )
 
         place_of = {id(p): runtime.directory.places[name] for name, p in own_parameters(model).items()}
@@ -150,7 +153,7 @@ class Calls:
         try:
             self._runtime.begin_session(inputs)
             # A recomputation's saved tensors are for the checkpoint's own hooks, which must stay innermost.
-            with allowing_hooks_again(), nullcontext() if recomputing() else SavedTensors(self._runtime):
+            with allowing_hooks_again(), nullcontext() if recomputing() else self._saving:
                 yield
             self._runtime.end_session()
         except BaseException as error:

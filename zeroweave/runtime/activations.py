@@ -24,6 +24,11 @@ class Activations:
         self.freed = 0
         """bytes, over the engine's life"""
 
+    @property
+    def moves(self) -> bool:
+        """True if some may be freed early, or live in host memory for a time."""
+        return self._threshold is not None or self.offloading is not None
+
     def save(self, tensor: torch.Tensor, version: int) -> Saved:
         """The object that autograd keeps in the place of a tensor at this version."""
         saved = Saved(tensor, version)

@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 
-from zeroweave._torch.autograd import accumulates, at_end_of_backward, current_graph_task, recomputing
+from zeroweave._torch.autograd import (
+    accumulates,
+    at_end_of_backward,
+    current_graph_task,
+    recomputing,
+    saves_through_hooks,
+)
 from zeroweave._torch.modes import unseen
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.places import Places
@@ -139,6 +145,11 @@ class Runtime:
     def attach(self, observer: Observer) -> None:
         """`observer` is told of all windows from now on. Called once, not in `__init__`: its parts need a runtime."""
         self._observer = observer
+
+    @property
+    def frees_flats(self) -> bool:
+        """True if values of parameters go with the calls that use them: False where all flats are shards."""
+        return not all(bucket.is_shard for bucket in self.buckets.values())
 
     # ------------------------------------------------------------------ calls
     @property
@@ -334,8 +345,9 @@ class Runtime:
         """A compiled forward saves these views, each with its place; its backward binds them itself, and may read."""
         if self._frame is not None and not self._frame.covered:
             self._frame.ran_compiled(read)
-        for tensor, place in tensors:
-            self.saved_views.add(tensor, place)
+        if saves_through_hooks():
+            for tensor, place in tensors:
+                self.saved_views.add(tensor, place)
 
     def use_in_backward(self, bucket: Bucket, origin: Frame) -> None:
         """A node of the backward needs a tensor that the eager code of the call `origin` saved."""
