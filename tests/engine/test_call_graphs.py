@@ -29,22 +29,33 @@ class Block(nn.Module):
         return x + self.drop(self.down(F.gelu(self.up(self.norm(x))))) * mask
 
 
+class Body(nn.Module):
+    def __init__(self, checkpoints: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.checkpoints = checkpoints
+
+    def forward(self, x: Tensor, mask: Tensor) -> list[Tensor]:
+        states = []
+        for block in self.blocks:
+            x = checkpoint(block, x, mask, use_reentrant=False) if self.checkpoints else block(x, mask)
+            states.append(x)
+        return states
+
+
 class Model(nn.Module):
     """`checkpoints`: its blocks are recomputed. `shows`: the hidden states are returned, too."""
 
     def __init__(self, checkpoints: bool = False, shows: bool = False) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(16, WIDTH), nn.Linear(WIDTH, 16)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.checkpoints, self.shows = checkpoints, shows
+        self.body, self.shows = Body(checkpoints), shows
 
     def forward(self, tokens: Tensor) -> Any:
-        x, states = self.embed(tokens), []
-        mask = (tokens % 5 > 0).to(x.dtype)[..., None]
-        for block in self.blocks:
-            x = checkpoint(block, x, mask, use_reentrant=False) if self.checkpoints else block(x, mask)
-            states.append(x)
-        return (self.head(x), states) if self.shows else self.head(x)
+        x = self.embed(tokens)
+        states = self.body(x, (tokens % 5 > 0).to(x.dtype)[..., None])
+        logits = self.head(states[-1])
+        return (logits, states) if self.shows else logits
 
 
 @pytest.fixture
@@ -55,12 +66,18 @@ def double() -> Iterator[GraphDouble]:
 
 
 def engine_of(
-    graphs: bool, stage: int, gas: int = 1, lower: str = "aot_eager", check: bool = False, **model: Any
+    graphs: bool,
+    stage: int,
+    gas: int = 1,
+    lower: str = "aot_eager",
+    check: bool = False,
+    regions: Any = "auto",
+    **model: Any,
 ) -> zw.Engine:
     torch.manual_seed(0)
     built = Model(**model)
     optimizer = torch.optim.AdamW(built.parameters(), lr=1e-2)
-    compile_ = {"lower": lower, "cuda_graphs": graphs}
+    compile_ = {"lower": lower, "cuda_graphs": graphs, "regions": regions}
     config = {
         "gradient_clipping": 1.0,
         "stage": stage,
@@ -127,6 +144,18 @@ def test_trains_as_without_graphs(
     assert engine.stats.graphed_calls == double.replays
     # An evaluation inside of a window is no part of the recording, where gradients wait in the graphs' memory.
     assert engine.stats.ungraphed_calls.keys() <= ({"the calls are others"} if gas > 1 else set())
+    engine.destroy()
+    plain.destroy()
+
+
+@daily("stage", [3], [1, 2])
+def test_all_blocks_as_one_region(double: GraphDouble, stage: int) -> None:
+    """One forward and one backward for each step."""
+    plain, engine = engine_of(False, stage, regions=["body"]), engine_of(True, stage, regions=["body"])
+    assert train(engine, 14, (6, 4)) == train(plain, 14, (6, 4))
+    assert same_parameters(engine, plain)
+    assert engine.stats.regions == 1 and double.captures > 0
+    assert engine.stats.compiled_calls - engine.stats.graphed_calls < 14 < engine.stats.graphed_calls
     engine.destroy()
     plain.destroy()
 
