@@ -260,6 +260,25 @@ def test_what_later_calls_of_the_backward_will_need_stays_free() -> None:
     assert ahead.call(0) == [], "the backward before had fewer calls"
 
 
+def test_the_first_backward_says_what_the_second_will_need() -> None:
+    """Nothing has been downloaded before the first update."""
+    transfers, in_use = Noting(), [0]
+    transfers.slack = Slack(lambda: in_use[-1], lambda: 1 << 20)
+    rooms: list[int] = []
+
+    def noting() -> bool:
+        rooms.append(transfers.slack.lasting_room)
+        return True
+
+    for _ in range(2):
+        transfers.run_ahead(noting)
+        for nbytes in (100, 60, 20):
+            in_use.append(nbytes)
+            transfers.sweep()
+        transfers.stand(whole=True)
+    assert rooms == [0, 0, 0, 0, 40, 80]
+
+
 @pytest.mark.parametrize("kind", ["adamw", "compact"])
 def test_a_part_of_the_device_stays_free(kind: str) -> None:
     ahead = Ahead(kind)

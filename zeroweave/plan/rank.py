@@ -268,7 +268,9 @@ class PlannedRank:
         return left
 
     def measure(self, room: int = 0) -> Measured:
-        """Two steps: one on demand, which is recorded, and one that follows the schedule of that and is timed.
+        """A step on demand, which is recorded, and one that follows the schedule of that and is timed.
+
+        Between them are two more where states travel: these come and go at other times than in their first step.
 
         `room`: bytes of the device that may be in use at most, for schedules that fill what is free; 0: unknown.
 
@@ -285,6 +287,9 @@ class PlannedRank:
         settings, executor = settings_of(self._config), self._runtime.replay.executor
         first = settings.schedule(record, self._facts, None, None)
         timeline = Timeline(self._clock)
+        if self._config.offload.optimizer != "none":
+            for _ in range(2):
+                self._step(first)
         self._runtime.next_window(first)
         self._clock.restart_peak()
         executor.note_times(timeline)

@@ -345,7 +345,7 @@ class Transfers:
         The host is ahead of the device and may find none over that will be. So the stream waits for them once there is
         no room, or, where memory is not counted, after some calls.
         """
-        if not self._any:
+        if not self._any and self._ahead is None:
             return
         self.slack.call_begins()
         self._calls += 1
