@@ -18,7 +18,7 @@ import zeroweave as zw
 from tests.support.harness import Pools
 from tests.support.marks import slow
 from zeroweave.errors import EngineError, ParameterError
-from zeroweave.optim.clip import clip_coefficient
+from zeroweave.optim.scaler import clip_coefficient
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 MODES = pytest.mark.parametrize("mode", ["eager", "aot_eager"])

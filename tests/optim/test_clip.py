@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.support.reference import NORM, ULP, Expected, judge
 from zeroweave._torch.foreach import foreach_norms
-from zeroweave.optim.clip import clip_coefficient, sum_of_squares, total_norm
+from zeroweave.optim.scaler import clip_coefficient, sum_of_squares, total_norm
 
 
 @pytest.mark.oldest

@@ -129,7 +129,7 @@ def alive(rank: Rank) -> int:
     """Bytes of all tensors that a rank's states and masters are kept in, by storages: nothing is counted twice."""
     held: dict[int, int] = {}
     homes = [t for view in rank.views.values() if view.layout.trainable for t in (*view.home.at_rest, view.home.master)]
-    moments = [t for b in rank.views for t in rank.sharded.tensors(b)]
+    moments = [t for b in rank.views for t in rank.sharded.offload.tensors(b)]
     fragments = [p for each in rank.sharded._fragments.values() for p in each.parameters]
     for tensor in (*homes, *moments, *fragments):
         held[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()

@@ -23,8 +23,7 @@ from tests.support.reference import Expected, judge
 from zeroweave._torch.foreach import foreach_norms
 from zeroweave.errors import ParameterError
 from zeroweave.optim import step as step_module
-from zeroweave.optim.clip import clip_coefficient, sum_of_squares, total_norm
-from zeroweave.optim.scaler import Scaled
+from zeroweave.optim.scaler import Scaled, clip_coefficient, sum_of_squares, total_norm
 
 STEPS = 5
 

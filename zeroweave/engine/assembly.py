@@ -56,8 +56,8 @@ from zeroweave.notices import Journal, warn
 from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.check import in_no_group
 from zeroweave.optim.compact import refuse_compact
+from zeroweave.optim.groups import serve_modes
 from zeroweave.optim.matrices import Whole
-from zeroweave.optim.modes import serve
 from zeroweave.optim.rules import Kernels
 from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
 from zeroweave.optim.state_dict import StateDicts, weak
@@ -308,7 +308,7 @@ def _compose(
             parts.optimizer, parts.module_parameters.names, parts.transport, parts.control, checkpoints.alone
         )
         parts.ends.callback(served.close)
-        serve(parts.optimizer.optimizer, parts.optimizer.groups, weak(values.optimizer_shown), parts.ends)
+        serve_modes(parts.optimizer.optimizer, parts.optimizer.groups, weak(values.optimizer_shown), parts.ends)
     if settings.checkpoint.save_on_signal is not None:
         signals.listen()
         parts.ends.callback(signals.close)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Set
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ class Fragments:
         self._ranges = [(place.start, place.start + place.numel) for place in places]
         self.parameters = tuple(nn.Parameter(view) for view in self._home.cut(self._ranges))
         self.starts = tuple(start for start, _ in self._ranges)
-        self._cuts, self._pieces = _cuts(self._ranges, bucket.shard.numel())
         self.numel = bucket.shard.numel()
         self.nbytes = bucket.shard.nbytes
 
@@ -45,25 +44,11 @@ class Fragments:
 
         It is cast to the shard's dtype once, and not copied where it has it. Slots in `absent` get None.
         """
-        pieces = gradient.to(self._dtype).split_with_sizes(self._cuts)
-        for slot, (parameter, piece) in enumerate(zip(self.parameters, self._pieces, strict=True)):
-            parameter.grad = pieces[piece] if piece is not None and slot not in absent else None
+        gradient = gradient.to(self._dtype)
+        for slot, (parameter, (start, stop)) in enumerate(zip(self.parameters, self._ranges, strict=True)):
+            parameter.grad = gradient[start:stop] if start < stop and slot not in absent else None
 
     def drop_gradients(self) -> None:
         """Drops the gradient."""
         for parameter in self.parameters:
             parameter.grad = None
-
-
-def _cuts(ranges: Iterable[tuple[int, int]], numel: int) -> tuple[list[int], list[int | None]]:
-    """The sizes of the pieces into which these ascending ranges, some of them empty, cut `numel` elements.
-
-    And of each range, which piece is its own; None where it is empty.
-    """
-    sizes, own, end = list[int](), list[int | None](), 0
-    for start, stop in ranges:
-        if start < stop:
-            sizes += [start - end, stop - start]
-            end = stop
-        own.append(len(sizes) - 1 if start < stop else None)
-    return [*sizes, numel - end], own

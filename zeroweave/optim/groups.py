@@ -1,18 +1,25 @@
-"""What the groups of the user's optimizer hold: the user's parameters, or fragments while it computes with them."""
+"""What the user's optimizer shows while it is sharded: the members of its groups, its state, `train()` and `eval()`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import nn
 
 from zeroweave.errors import ParameterError
+from zeroweave.optim.several import members_of
 
 
 class Groups:
-    """`users` and `fragments`, by group: the lists that groups hold at rest, and those of all fragments."""
+    """What the groups hold: the user's parameters, or fragments while the optimizer computes with them.
+
+    `users` and `fragments`, by group: the lists that groups hold at rest, and those of all fragments.
+    """
 
     def __init__(
         self,
@@ -80,3 +87,70 @@ class Groups:
     def _hold(self, parameters: Sequence[list[nn.Parameter]]) -> None:
         for group, own in zip(self._optimizer.param_groups, parameters, strict=True):
             group["params"] = own
+
+
+class RestingState(defaultdict[Any, Any]):
+    """`optimizer.state`: it has what is held of fragments, and refuses whole parameters.
+
+    A sharded parameter is in it once anything is; ParameterError where it is read.
+    """
+
+    def __init__(self, default: Any = None, values: Any = (), names: Mapping[int, str] | None = None) -> None:
+        """`names`: of the sharded parameters, by `id`; a copy has none."""
+        super().__init__(default, values)
+        self.names = names or {}
+
+    def _known(self, key: Any) -> Any:
+        if (name := self.names.get(id(key))) is not None:
+            raise ParameterError(
+                f"[ZW303] the optimizer's state of {name!r} is sharded, and optimizer.state has that of fragments: "
+                f"read it by engine.full({name!r}, key), write it by engine.set_full({name!r}, value, key) or "
+                "engine.set_local(…)"
+            )
+        return key
+
+    def __missing__(self, key: Any) -> Any:
+        return super().__missing__(self._known(key))
+
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(key) or (id(key) in self.names and len(self) > 0)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(self._known(key), value)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(self._known(key), default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        return super().setdefault(self._known(key), default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        return super().pop(self._known(key), *default)
+
+
+def serve_modes(
+    optimizer: torch.optim.Optimizer,
+    groups: Groups,
+    shown: Callable[[str], AbstractContextManager[None]],
+    ends: ExitStack,
+) -> None:
+    """Shows `train()` and `eval()` fragments, in the context `shown(call)`, until `ends`.
+
+    In a step they see these anyway. In both, optimizers of schedule-free training move the parameters.
+    """
+    for member in members_of(optimizer):
+        for mode in ("train", "eval"):
+            if callable(getattr(type(member), mode, None)):
+                vars(member).update({mode: _seeing(getattr(member, mode), groups, shown, f"optimizer.{mode}()")})
+                ends.callback(vars(member).pop, mode, None)
+
+
+def _seeing(
+    method: Callable[..., Any], groups: Groups, shown: Callable[[str], AbstractContextManager[None]], what: str
+) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        with shown(what) if groups.at_rest else nullcontext():
+            return method(*args, **options)
+
+    return call

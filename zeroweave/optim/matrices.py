@@ -15,7 +15,6 @@ A message has its pieces matrix by matrix, of each: gradient (in only), master, 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import chain
@@ -29,7 +28,7 @@ from zeroweave.comm.transport import Messages, Pending, Transport
 from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout, Fragment, place_whole, round_up
 from zeroweave.optim.fragments import Fragments
-from zeroweave.optim.states import Told, merged, tell
+from zeroweave.optim.states import Told, merged, tell, value_of
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
 
@@ -311,7 +310,7 @@ class Matrices:
         parameter.data, parameter.grad = by_key["master", None], by_key["gradient", None]
         if told:
             self._members[place].state[parameter] = {
-                key: by_key["state", key] if entry.kind == "cut" else _value(entry, parameter.device)
+                key: by_key["state", key] if entry.kind == "cut" else value_of(entry, parameter.device)
                 for key, entry in told.items()
             }
 
@@ -343,7 +342,7 @@ class Matrices:
             values = {key: entry for key, entry in known[place].items() if entry.kind == "whole"}
             if values and (fragment := self._fragment(place)).numel():
                 held = self._members[place].state[fragment]
-                held.update((key, _value(entry, fragment.device)) for key, entry in values.items())
+                held.update((key, value_of(entry, fragment.device)) for key, entry in values.items())
 
 
 def _views(loads: _Loads, buffer: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
@@ -378,10 +377,3 @@ def _told(parameter: torch.Tensor, state: Mapping[Any, Any]) -> dict[Any, Told]:
 
 def _words(told: Mapping[Any, Told]) -> str:
     return ", ".join(f"{key!r} ({entry.dtype or entry.kind})" for key, entry in told.items()) or "nothing"
-
-
-def _value(entry: Told, device: torch.device) -> Any:
-    """A copy of what belongs to a whole matrix."""
-    if isinstance(entry.value, torch.Tensor):
-        return entry.value.to(device if entry.on_device else "cpu", copy=True)
-    return copy.copy(entry.value)

@@ -18,8 +18,9 @@ from zeroweave._torch.storages import storage_key, version
 from zeroweave.errors import ParameterError
 from zeroweave.optim.compact import CompactMoments
 from zeroweave.optim.fragments import Fragments
-from zeroweave.optim.rules import COMPACT_RULES, RULES, Kernels, Launch, Masters
+from zeroweave.optim.rules import Kernels, Launch, Masters, Rule
 from zeroweave.optim.scaler import Scaled
+from zeroweave.optim.states import counts_on_device
 from zeroweave.runtime.bucket import Bucket
 
 State = dict[str, Any]
@@ -71,23 +72,24 @@ class Range(NamedTuple):
 
 
 class OnePass:
-    """The updates of one optimizer by kernels. `groups`: (bucket id, slot) -> index of its group of parameters.
+    """The updates of one optimizer by kernels, which follow its `rule`.
 
-    `compact`: by bucket, where its moments have few bits; of all buckets or of none.
+    `groups`: (bucket id, slot) -> index of its group of parameters. `compact`: by bucket, where its moments
+    have few bits; of all buckets or of none.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        rule: Rule,
         buckets: Mapping[int, Bucket],
         fragments: Mapping[int, Fragments],
         groups: Mapping[tuple[int, int], int],
         kernels: Kernels,
         compact: Mapping[int, CompactMoments],
     ) -> None:
-        self._optimizer, self._buckets, self._fragments = optimizer, buckets, fragments
+        self._optimizer, self._rule, self._buckets, self._fragments = optimizer, rule, buckets, fragments
         self._kernels, self._compact = kernels, compact
-        self._rule = (COMPACT_RULES if compact else RULES).get(type(optimizer))
         self._slots = {
             bucket: [
                 _Slot(slot, place.start, place.start + place.numel, groups.get((bucket, slot), -1), fragment)
@@ -103,13 +105,11 @@ class OnePass:
 
     def takes(self, bucket: int) -> bool:
         """True if the bucket can be updated here, as its options are now. Else the optimizer steps itself."""
-        if self._rule is None or self._buckets[bucket].shard.dtype != torch.float32:
-            return False
-        return all(self._rule.fits(group) for group in self._optimizer.param_groups)
+        fits = all(self._rule.fits(group) for group in self._optimizer.param_groups)
+        return fits and self._buckets[bucket].shard.dtype == torch.float32
 
     def _scalars(self, each: Range, on: torch.device) -> torch.Tensor | None:
         """Those of a range whose counters have increased; None where the host has them."""
-        assert self._rule is not None
         group = self._optimizer.param_groups[each.group]
         rate = group["lr"]
         if not isinstance(rate, torch.Tensor) or rate.device != on:
@@ -120,7 +120,6 @@ class OnePass:
     @torch.no_grad()
     def update(self, bucket: int, masters: Masters, gradient: Scaled, absent: Set[int]) -> None:
         """Updates the masters and states of a bucket but for the slots in `absent`."""
-        assert self._rule is not None
         groups = self._optimizer.param_groups
         ranges, view = self._ranges(bucket, frozenset(absent)), self._buckets[bucket]
         first, _ = view.layout.shard_range(view.rank)
@@ -151,7 +150,6 @@ class OnePass:
             self._behind.pop(bucket, None)
 
     def _ranges(self, bucket: int, absent: frozenset[int]) -> list[Range]:
-        assert self._rule is not None
         cut = absent, [self._rule.moments(group) for group in self._optimizer.param_groups]
         before, known = self._known.get(bucket, (None, []))
         if before != cut or not all(each.holds(self._optimizer.state) for each in known):
@@ -161,7 +159,6 @@ class OnePass:
 
     def _cut(self, bucket: int, absent: Set[int]) -> Iterator[Range]:
         """The ranges of a bucket, with states for those that had none."""
-        assert self._rule is not None
         if bucket in self._compact:
             self._compact[bucket].let_go()
         kinds = list[tuple[_Slot, tuple[int, int, bool] | None]]()
@@ -185,7 +182,7 @@ class OnePass:
     def _step(self, bucket: int, slot: _Slot, group: Mapping[str, Any], state: State) -> int:
         """How many steps a slot has made. Waits for the device where only that knows."""
         if "step" not in state:
-            home = slot.fragment.device if _on_device(group) else "cpu"
+            home = slot.fragment.device if counts_on_device(group) else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=home)
             return 0
         counter, then, step = self._behind.get(bucket, {}).get(slot.slot, (None, 0, 0))
@@ -193,7 +190,6 @@ class OnePass:
         return step if known else int(state["step"])
 
     def _range(self, bucket: int, slots: Sequence[_Slot], step: int, first: bool) -> Range:
-        assert self._rule is not None
         group = self._optimizer.param_groups[slots[0].group]
         states = tuple(self._optimizer.state[slot.fragment] for slot in slots)
         keys, steps = self._rule.moments(group), ("step",) if self._rule.counts else ()
@@ -210,10 +206,6 @@ class OnePass:
 def _versions(counters: Iterable[torch.Tensor]) -> tuple[int, ...]:
     """How often they were written in place, as autograd counts."""
     return tuple(map(version, counters))
-
-
-def _on_device(group: Mapping[str, Any]) -> bool:
-    return bool(group.get("capturable") or group.get("fused"))
 
 
 def _side_by_side(slots: Sequence[_Slot], states: Sequence[State], key: str) -> torch.Tensor:

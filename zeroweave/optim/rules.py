@@ -113,9 +113,6 @@ class AdamRule:
     def __init__(self, decoupled: bool, compact: bool = False) -> None:
         self._decoupled, self._compact = decoupled, compact
 
-    def _coupled(self, group: Mapping[str, Any]) -> bool:
-        return not (self._decoupled or group.get("decoupled_weight_decay", False))
-
     def fits(self, group: Mapping[str, Any]) -> bool:
         numbers = all(map(_number, (*group["betas"], group["eps"], group["weight_decay"])))
         plain = not group["differentiable"] and not (self._compact and group["amsgrad"])
@@ -142,7 +139,8 @@ class AdamRule:
                 math.sqrt(1 - beta2**launch.step),
             )
         more = (*numbers, float(group["weight_decay"]), 1 - beta1, beta2, 1 - beta2, group["eps"])
-        flags = {"COUPLED": self._coupled(group) and group["weight_decay"] != 0}
+        decoupled = self._decoupled or group.get("decoupled_weight_decay", False)
+        flags = {"COUPLED": not decoupled and group["weight_decay"] != 0}
         if self._compact:
             return Own(kernels.compact_adam, moments, (*more, launch.position, launch.step), flags)
         largest = moments[2] if group["amsgrad"] else moments[1]

@@ -1,13 +1,17 @@
-"""The loss scale, and what gradients are multiplied by on their way to the optimizer.
+"""The loss scale, clipping by the global norm, and what gradients are multiplied by on their way to the optimizer.
 
 Gradients stay as they were reduced until the optimizer takes them: then 1 / loss scale and the clip coefficient are
 multiplied into them in one pass, in the dtype of the masters. So nothing small is lost in float16, and a step that
 is skipped has written nothing.
+
+Gradient shards are disjoint and their padding is zero, so the squares of the local norms add up over the ranks.
+Clipping waits for no device. Its coefficient differs from that of `torch.nn.utils.clip_grad_norm_` in its last bits,
+because torch takes the norm of per-parameter norms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -16,7 +20,6 @@ from zeroweave._torch.foreach import foreach_maxima, foreach_norms
 from zeroweave.comm.transport import Transport
 from zeroweave.config import Config
 from zeroweave.layout import BucketLayout
-from zeroweave.optim.clip import clip_coefficient, sum_of_squares, total_norm
 from zeroweave.runtime.gradients import Gradients
 
 _LARGEST: Final = 2.0**127
@@ -32,12 +35,7 @@ class LossScale:
     """
 
     def __init__(
-        self,
-        value: float,
-        dynamic: bool = False,
-        window: int = 2000,
-        hysteresis: int = 1,
-        minimum: float = 1.0,
+        self, value: float, dynamic: bool = False, window: int = 2000, hysteresis: int = 1, minimum: float = 1.0
     ) -> None:
         self.value, self.dynamic = value, dynamic
         self._window, self._hysteresis, self._minimum = window, hysteresis, minimum
@@ -50,11 +48,6 @@ class LossScale:
     def at_minimum(self) -> bool:
         """True if it cannot be lowered, so that an overflow has another cause. False while one is forgiven."""
         return not self.dynamic or (self.value <= self._minimum and self.patience <= 1)
-
-    @property
-    def is_one(self) -> bool:
-        """True if it is 1, and stays so."""
-        return self.value == 1.0 and not self.dynamic
 
     def of(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the scale, in float32 at least; `loss` itself where the scale is 1."""
@@ -114,6 +107,32 @@ def checks(config: Config, layouts: Iterable[BucketLayout]) -> bool:
     return config.on_nonfinite is not None or loss_scale_of(config, layouts) is not None
 
 
+def sum_of_squares(norms: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
+    """The sum of squares of all elements on this rank, by the norms of their tensors: fp64, 0-dim, on their device.
+
+    Squares are added in fp64, where they neither overflow nor depend on the number of buckets and ranks in the digits
+    that fp32 shows. Infinities and NaNs pass through. `device` is that of the zero of an empty list.
+    """
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(list(norms)).double().square().sum()
+
+
+def total_norm(local: torch.Tensor, all_reduce: Callable[[torch.Tensor], object]) -> torch.Tensor:
+    """The global 2-norm, fp32, 0-dim. `all_reduce` sums a copy of `local` over the ranks, in place."""
+    total = local.clone()
+    all_reduce(total)
+    return total.sqrt().float()
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What gradients are multiplied by to have at most `max_norm`: fp32, 0-dim, at most 1, as in torch.
+
+    Of a norm that is not finite it is 0 or NaN, as in torch; a caller that skips such steps looks at the norm.
+    """
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
 class Scaled(NamedTuple):
     """A gradient [numel / world], which the caller owns, and what it is still to be multiplied by."""
 
@@ -164,8 +183,10 @@ class Scaler:
     def clip(self, max_norm: float) -> torch.Tensor:
         """Makes the global 2-norm of the gradients at most `max_norm`; returns the norm before, fp32, 0-dim."""
         self._gradients.settle_all()
-        local = sum_of_squares(self._norms(), self._device)
-        norm = total_norm(local, self._transport.all_reduce_sum)
+        # A gradient that several ranks have counts on the first of them.
+        accounts = (each for _, each in sorted(self._gradients.accounts.items()) if not each.bucket.copy)
+        shards = [each.shard for each in accounts if each.shard is not None and each.shard.numel()]
+        norm = total_norm(sum_of_squares(foreach_norms(shards), self._device), self._transport.all_reduce_sum)
         if (factor := self._factor) is not None:
             norm = norm * factor
         self.limits.append(max_norm)
@@ -173,11 +194,6 @@ class Scaler:
         self._coefficient = coefficient if self._coefficient is None else self._coefficient * coefficient
         self.norm = norm
         return norm
-
-    def _norms(self) -> list[torch.Tensor]:
-        """Of the gradients that no rank before this one has, too."""
-        accounts = (each for _, each in sorted(self._gradients.accounts.items()) if not each.bucket.copy)
-        return foreach_norms([each.shard for each in accounts if each.shard is not None and each.shard.numel()])
 
     @property
     def _factor(self) -> torch.Tensor | float | None:

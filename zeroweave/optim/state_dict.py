@@ -23,7 +23,7 @@ from torch import nn
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.optim.several import kind_of, members_of
-from zeroweave.optim.states import Described, Held, States, Told, tell, uncuttable
+from zeroweave.optim.states import Described, Held, States, Told, counts_on_device, tell, uncuttable
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.ranks.control import Control
 
@@ -139,7 +139,7 @@ class StateDicts:
             return _Given(f"it is of other parameters: {', '.join(problems)}"), {}
         told = {}
         for group, new in zip(groups, saved, strict=True):
-            on_device = bool(new.get("capturable") or new.get("fused"))
+            on_device = counts_on_device(new)
             for user in (user for user in group["params"] if user in held):
                 told[self._names[id(user)]] = {
                     key: _told(held, user, key, value, on_device) for key, value in held[user].items()

@@ -62,10 +62,12 @@ _Mine = Mapping[tuple[int, int], Mapping[str, Told]]
 def uncuttable(held: Held, names: Mapping[int, str]) -> list[str]:
     """What of `held` cannot be cut into fragments, in words. `names`: by `id` of the parameter."""
     found = []
-    for parameter, key, value in _values(held):
-        shapes = [list(tensor.shape) for tensor in tensors_in(value) if tensor.numel() > 1]
-        if shapes and not (isinstance(value, torch.Tensor) and value.shape == parameter.shape):
-            found.append(f"{key!r} {shapes[0]} of {names.get(id(parameter), 'another model')} {list(parameter.shape)}")
+    for parameter, state in held.items():
+        for key, value in state.items() if isinstance(parameter, torch.Tensor) else ():
+            shapes = [list(tensor.shape) for tensor in tensors_in(value) if tensor.numel() > 1]
+            if shapes and not (isinstance(value, torch.Tensor) and value.shape == parameter.shape):
+                name = names.get(id(parameter), "another model")
+                found.append(f"{key!r} {shapes[0]} of {name} {list(parameter.shape)}")
     return found
 
 
@@ -102,7 +104,7 @@ def describe(
         plain = {key: value for key, value in options.items() if _is_plain(value)}
         wholes = sorted(names[id(p)] for p in group["params"] if id(p) in whole)
         groups.append({**plain, "params": sorted(names[id(p)] for p in group["params"]), "whole matrices": wholes})
-        on_device = bool(group.get("capturable") or group.get("fused"))
+        on_device = counts_on_device(group)
         for p in group["params"]:
             if held := optimizer.state.get(p):
                 states[names[id(p)]] = {
@@ -290,13 +292,6 @@ def _needs(told: Sequence[_Mine], buckets: Mapping[int, Bucket]) -> list[Need]:
 
 
 # ---------------------------------------------------------------------- inside
-def _values(held: Held) -> Iterator[tuple[torch.Tensor, str, Any]]:
-    for parameter, state in held.items():
-        if isinstance(parameter, torch.Tensor):
-            for key, value in state.items():
-                yield parameter, key, value
-
-
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors inside a value of an optimizer's state, at any depth."""
     match value:
@@ -307,6 +302,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
                 yield from tensors_in(item)
         case dict():
             yield from tensors_in(list(value.values()))
+
+
+def counts_on_device(group: Mapping[str, Any]) -> bool:
+    """True if an optimizer wants the step counters of a group on the device."""
+    return bool(group.get("capturable") or group.get("fused"))
 
 
 def _option(value: Any) -> Any:
@@ -367,10 +367,7 @@ def _kinds(
 
 
 def _taken(
-    told: Mapping[str, Told],
-    cut: Mapping[str, torch.Tensor | None],
-    own: Mapping[str, Any],
-    device: torch.device,
+    told: Mapping[str, Told], cut: Mapping[str, torch.Tensor | None], own: Mapping[str, Any], device: torch.device
 ) -> dict[str, Any]:
     """The state of one parameter or fragment, in the order of `told`."""
     state: dict[str, Any] = {}
@@ -380,8 +377,13 @@ def _taken(
         elif entry.kind == "own":
             if key in own:
                 state[key] = own[key]
-        elif isinstance(entry.value, torch.Tensor):
-            state[key] = entry.value.to(device if entry.on_device else "cpu", copy=True)
         else:
-            state[key] = copy.copy(entry.value)
+            state[key] = value_of(entry, device)
     return state
+
+
+def value_of(entry: Told, device: torch.device) -> Any:
+    """A copy of a value that belongs to a parameter as a whole."""
+    if isinstance(entry.value, torch.Tensor):
+        return entry.value.to(device if entry.on_device else "cpu", copy=True)
+    return copy.copy(entry.value)

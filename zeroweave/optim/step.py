@@ -22,16 +22,15 @@ from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError
 from zeroweave.optim.check import ELEMENT_WISE
 from zeroweave.optim.fragments import Fragments
-from zeroweave.optim.groups import Groups
+from zeroweave.optim.groups import Groups, RestingState
 from zeroweave.optim.matrices import Matrices, Whole
 from zeroweave.optim.onepass import OnePass
-from zeroweave.optim.resting import RestingState
 from zeroweave.optim.room import Room
-from zeroweave.optim.rules import Kernels, Masters
+from zeroweave.optim.rules import COMPACT_RULES, RULES, Kernels, Masters
 from zeroweave.optim.scaler import Scaled
 from zeroweave.optim.several import WHOLE_MATRIX, members_of
 from zeroweave.optim.state_offload import StateOffload
-from zeroweave.optim.states import Described, Gathered, Held, States, gather, take, tensors_in
+from zeroweave.optim.states import Described, Gathered, Held, States, counts_on_device, gather, take, tensors_in
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.transfers import Transfers
@@ -114,8 +113,9 @@ class ShardedOptimizer:
         self.shared = frozenset(group_of[at] for at in self.sharded if views[at[0]].layout.groups == 1)
         """the groups with parameters of which all ranks have a part"""
         self._one_pass = None
-        if kernels is not None and whole is None:
-            self._one_pass = OnePass(optimizer, views, self._fragments, group_of, kernels, self.offload.compact)
+        rule = (COMPACT_RULES if self.offload.compact else RULES).get(type(optimizer))
+        if kernels is not None and whole is None and rule is not None:
+            self._one_pass = OnePass(optimizer, rule, views, self._fragments, group_of, kernels, self.offload.compact)
         self.groups = Groups(optimizer, in_groups, self._all)
         """of the optimizer; at rest they hold the user's parameters"""
         self._names = {id(user): views[bucket].layout.slots[slot].name for (bucket, slot), user in self.sharded.items()}
@@ -283,16 +283,7 @@ class ShardedOptimizer:
         if key != "step":
             return self._device
         group = self.optimizer.param_groups[self._group_of[bucket, slot]] if (bucket, slot) in self._group_of else {}
-        return self._device if group.get("capturable") or group.get("fused") else torch.device("cpu")
-
-    def tensors(self, bucket: int) -> list[torch.Tensor]:
-        """The tensors of the optimizer's state of a bucket's fragments, where they are now."""
-        return self.offload.tensors(bucket)
-
-    def states(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
-        """Fragments, and what the optimizer holds of them."""
-        fragments = [p for each in self._fragments.values() for p in each.parameters]
-        return [(p, self.optimizer.state[p]) for p in fragments if p in self.optimizer.state]
+        return self._device if counts_on_device(group) else torch.device("cpu")
 
     def memory(self) -> int:
         """Bytes of the optimizer's state tensors on this rank, step counters included."""
