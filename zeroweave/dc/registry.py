@@ -131,12 +131,7 @@ class Registry:
         self.parameters[ds_id] = replace(parameter, buffer=grad_buffer)
 
     def register_graph(
-        self,
-        graph_id: int,
-        ds_ids: Iterable[int],
-        sharded: bool,
-        reduces_always: bool,
-        elsewhere: bool = False,
+        self, graph_id: int, ds_ids: Iterable[int], sharded: bool, reduces_always: bool, elsewhere: bool = False
     ) -> None:
         """The graph's two policies. Collective; what one rank refuses, all refuse.
 

@@ -76,11 +76,7 @@ class ModuleParameters:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        status: StubStatus,
-        stubs: Mapping[str, nn.Parameter],
-        reals: Mapping[str, nn.Parameter],
+        self, model: nn.Module, status: StubStatus, stubs: Mapping[str, nn.Parameter], reals: Mapping[str, nn.Parameter]
     ) -> None:
         self.names: dict[str, nn.Parameter] = dict(stubs)
         canonical = {id(stub): name for name, stub in stubs.items()}

@@ -173,11 +173,7 @@ class PlannedRank:
         with self._fake:
             self._wire = wire = Wire(PlannedTransport(world, clock, hardware, self._group_size), cpu, clock)
             self._runtime = runtime = Runtime(
-                layouts,
-                wire,
-                policy,
-                issuing=wire.issuing,
-                streams=lambda _: PlannedCopies(meter, clock, hardware),
+                layouts, wire, policy, issuing=wire.issuing, streams=lambda _: PlannedCopies(meter, clock, hardware)
             )
             offloading = runtime.activations.offloading
             clock.attach(runtime.flats, None if offloading is None else offloading.away)
@@ -190,14 +186,7 @@ class PlannedRank:
                 refuse_compact(made, layouts)
             fast = PlannedKernels(clock, hardware)
             self._optimizer = ShardedOptimizer(
-                made,
-                buckets,
-                slot_of,
-                runtime.transfers,
-                States(),
-                moments_off,
-                kernels=fast,
-                compact=compact,
+                made, buckets, slot_of, runtime.transfers, States(), moments_off, kernels=fast, compact=compact
             )
             self._scaler = Scaler(runtime.gradients, None, False, wire, cpu)
             there = frozenset(bucket.id for bucket in buckets if bucket.is_shard)

@@ -7,14 +7,7 @@ from itertools import accumulate
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import is_event
-from zeroweave.schedule.instructions import (
-    Call,
-    Instruction,
-    Offload,
-    Release,
-    Reload,
-    Run,
-)
+from zeroweave.schedule.instructions import Call, Instruction, Offload, Release, Reload, Run
 
 
 def offload(schedule: Schedule) -> Schedule:
