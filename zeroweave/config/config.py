@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -18,7 +16,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from zeroweave.config import sections
 from zeroweave.config.deepspeed import translate
 from zeroweave.config.deepspeed_keys import OUTERMOST
-from zeroweave.config.files import naming, read
+from zeroweave.config.files import opened
 from zeroweave.config.messages import explain
 from zeroweave.errors import ConfigError, UnsupportedStage
 from zeroweave.notices import warn
@@ -120,16 +118,13 @@ class Config(_Explained):
             return source
         if source is None:
             return cls()
-        if isinstance(source, Mapping):
-            return cls._of_mapping(source)
-        if not isinstance(source, str | os.PathLike):
+        if not isinstance(source, Mapping | str | os.PathLike):
             raise ConfigError(
                 "[ZW104] the config must be a dict, a zeroweave.Config or the path of a JSON or TOML file, "
                 f"not {type(source).__name__}"
             )
-        path = Path(source)
-        with naming(path):
-            return cls._of_mapping(read(path))
+        with opened(source) as given:
+            return cls._of_mapping(given)
 
     @classmethod
     def from_deepspeed(
@@ -145,8 +140,7 @@ class Config(_Explained):
         ignored; another says that nothing is clipped where `gradient_clipping` is missing. ConfigError names all keys
         at once that change results or memory and cannot be honoured.
         """
-        with nullcontext() if isinstance(source, Mapping) else naming(Path(source)):
-            given = source if isinstance(source, Mapping) else read(Path(source))
+        with opened(source) as given:
             values, warnings = translate(given, auto or {})
             config = cls._of_mapping(values)
         for warning in warnings:

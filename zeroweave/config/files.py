@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,15 +16,19 @@ from zeroweave.errors import ConfigError
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Put the file's name before the message of a ConfigError."""
+def opened(source: Mapping[Any, Any] | str | os.PathLike[str]) -> Iterator[Mapping[Any, Any]]:
+    """The table of keys that `source` is, or that it names. A ConfigError inside gets the file's name in front."""
+    if isinstance(source, Mapping):
+        yield source
+        return
+    path = Path(source)
     try:
-        yield
+        yield _read(path)
     except ConfigError as error:
         raise type(error)(f"{path}: {error}") from None
 
 
-def read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> Mapping[str, Any]:
     """The table of keys in a .json or .toml file. ConfigError where it cannot be read, or holds none."""
     parse = _PARSERS.get(path.suffix.lower())
     if parse is None:

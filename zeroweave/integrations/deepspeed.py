@@ -5,10 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 import torch
@@ -18,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zeroweave.config import Config
 from zeroweave.config.deepspeed import fill, left, refuse
-from zeroweave.config.files import naming, read
+from zeroweave.config.files import opened
 from zeroweave.config.messages import findings
 from zeroweave.errors import ConfigError
 from zeroweave.integrations.deepspeed_schedules import SCHEDULES, follow
@@ -71,8 +69,7 @@ def load_deepspeed(
     become callables that make objects of torch.optim, as `zeroweave.initialize` takes them. One ConfigError names what
     is wrong with these sections and with the rest.
     """
-    with nullcontext() if isinstance(source, Mapping) else naming(Path(source)):
-        given = source if isinstance(source, Mapping) else read(Path(source))
+    with opened(source) as given:
         problems: list[str] = []
         built = fill({key: given[key] for key in _BUILT if key in given}, auto or {}, problems)
         optimizer = _optimizer(built, problems)
