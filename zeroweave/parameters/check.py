@@ -50,7 +50,8 @@ def check(model: nn.Module) -> None:
     gc.collect()
     _raise_if_any(_of_wrappers(model))
     parameters = own_parameters(model)
-    ordinary = {name: p for name, p in parameters.items() if _has_plain_storage(p)}
+    plain = {name: p for name, p in parameters.items() if type(p) is nn.Parameter}
+    ordinary = {name: p for name, p in plain.items() if p.layout is torch.strided and not p.is_meta}
     _raise_if_any(
         [
             *_of_embeddings(model),
@@ -127,10 +128,6 @@ def _buffer_reasons(buffer: torch.Tensor) -> Iterator[str]:
         yield f"is a buffer of layout {buffer.layout}; register its to_dense(), or keep it as a plain attribute"
     elif any(size > 1 and stride == 0 for size, stride in zip(buffer.size(), buffer.stride(), strict=True)):
         yield "is an expanded buffer, whose elements share memory; register a clone() of it"
-
-
-def _has_plain_storage(parameter: nn.Parameter) -> bool:
-    return type(parameter) is nn.Parameter and parameter.layout is torch.strided and not parameter.is_meta
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

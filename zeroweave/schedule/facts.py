@@ -190,16 +190,9 @@ class Facts:
     def __post_init__(self) -> None:
         if len(self.by_id) != len(self.buckets):
             raise ScheduleError("two buckets have the same id")
-        chosen = () if self.keep == "auto" else self.keep
-        for name, ids in (
-            ("kept_by_stage", self.kept_by_stage),
-            ("keep", chosen),
-            ("placed", self.placed),
-            ("copied", self.copied),
-            ("replicated", self.replicated),
-            ("spread", self.spread),
-        ):
-            if unknown := sorted(set(ids) - self.by_id.keys()):
+        for name in ("kept_by_stage", "keep", "placed", "copied", "replicated", "spread"):
+            ids: frozenset[int] | Literal["auto"] = getattr(self, name)
+            if ids != "auto" and (unknown := sorted(set(ids) - self.by_id.keys())):
                 raise ScheduleError(f"{name} names unknown buckets: {unknown}")
         if self.depth < 1 or (self.prefetch != "auto" and self.prefetch < 0):
             raise ScheduleError(f"depth must be at least 1 and prefetch at least 0, not {self.depth}, {self.prefetch}")

@@ -100,7 +100,10 @@ class WindowKinds:
 
     def of(self, schedule: Schedule, work: int) -> WindowKind:
         """The kind of the window that has just ended; see `WindowKind.is_of`."""
-        kind = next((each for each in self._kinds if each.is_of(schedule, work)), None) or self._new(schedule, work)
+        kind = next((each for each in self._kinds if each.is_of(schedule, work)), None)
+        if kind is None:
+            known = self.measured_on(schedule.record) if work and schedule.facts.costs is not None else None
+            kind = WindowKind(schedule, work, *((None, None) if known is None else (known.costs, known.measured)))
         others = [each for each in self._kinds if each is not kind]
         self._kinds = [*others[1 - KINDS :], kind]
         self._past = [*(each for each in self._past[1 - _PAST :] if each in self._kinds), kind]
@@ -120,10 +123,6 @@ class WindowKinds:
         """The kind whose costs were measured on a record of the same work: costs belong to work."""
         work = project(record)
         return next((k for k in self._kinds if k.measured is not None and project(k.measured.record) == work), None)
-
-    def _new(self, schedule: Schedule, work: int) -> WindowKind:
-        known = self.measured_on(schedule.record) if work and schedule.facts.costs is not None else None
-        return WindowKind(schedule, work, *((None, None) if known is None else (known.costs, known.measured)))
 
     def restart(self, kind: WindowKind | None) -> None:
         """Only this one is known from here on."""

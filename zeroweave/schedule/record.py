@@ -22,12 +22,7 @@ from zeroweave.schedule.cost import (
 )
 from zeroweave.schedule.facts import Costs, Kind, Line
 from zeroweave.schedule.graph import Graph, dependencies
-from zeroweave.schedule.instructions import (
-    Instruction,
-    Release,
-    Settle,
-    Update,
-)
+from zeroweave.schedule.instructions import Instruction, Release, Settle, Update
 from zeroweave.schedule.moves import moves_of
 
 
@@ -150,7 +145,9 @@ class Step:
         """
         if tuple(moment.instruction for moment in moments) != schedule.instructions:
             raise ScheduleError("[ZW704] the step did not follow its schedule")
-        sent = _sent(schedule, collectives)
+        sent: dict[tuple[str, int], deque[tuple[float, float]]] = {}  # (kind, bucket) -> (issued, over) of each
+        for name, bucket, issued, over in collectives:
+            sent.setdefault((name, bucket), deque()).append((issued, over))
         free = {False: 0.0, True: 0.0}  # of the queues of collectives: by kernel, by copy engine
         last = "the start of the step"
         lane = {False: "", True: ""}
@@ -169,8 +166,8 @@ class Step:
                 if awaited is not None:
                     each = operations[awaited]
                     operations[awaited] = replace(each, exposed=each.exposed + waited)
-            if index in sent:
-                kind, bucket, issued, over = sent[index]
+            if index in schedule.sends and sent.get(schedule.sends[index]):
+                (kind, bucket), (issued, over) = schedule.sends[index], sent[schedule.sends[index]].popleft()
                 places[index] = len(operations)
                 facts = schedule.facts.by_id[bucket]
                 by_engine = schedule.by_copy_engine(kind, bucket)
@@ -184,20 +181,6 @@ class Step:
             if is_event(instruction):
                 last = schedule.describe(instruction)
         return cls(schedule, tuple(moments), tuple(operations), tuple(Copy(*each) for each in copies), waits)
-
-
-def _sent(
-    schedule: Schedule, collectives: Sequence[tuple[str, int, float, float]]
-) -> dict[int, tuple[Kind, int, float, float]]:
-    """The collectives (kind, bucket, issued, over), by the index of the instruction that started each."""
-    times: dict[tuple[str, int], deque[tuple[float, float]]] = {}
-    for sent, bucket, issued, over in collectives:
-        times.setdefault((sent, bucket), deque()).append((issued, over))
-    found: dict[int, tuple[Kind, int, float, float]] = {}
-    for index, (kind, bucket) in schedule.sends.items():
-        if queue := times.get((kind, bucket)):
-            found[index] = kind, bucket, *queue.popleft()
-    return found
 
 
 @dataclass(frozen=True)
