@@ -6,6 +6,16 @@ Trains the model of `zeroweave demo` on its text with AdamW: in float32, in bflo
 with `precision.optimizer: compact`; from the same weights, on the same batches of each seed. Prints the mean loss of
 each stretch of steps, averaged over seeds, what compact differs by from full states on the same seed, and the bytes
 of masters and states. `--out` writes all losses as JSON.
+
+What the codes of `zeroweave/optim/codes.py` and others make of moments, compared with float32 moments of the same
+gradients, in 500 steps of the demo model in bfloat16 (the error of updates is that of their norm):
+
+                                         roots of second moments      error of updates
+    those of codes.py                    0.1 % too low                 4.6 %
+    nearest codes for both               4.5 % too low, and growing   10.4 %
+    chance for both                      0.1 % too low                 4.9 %
+    first: linear, or cubes              0.1 % too low                 5.2 %, or 4.8 %
+    second: logarithms of equal range    0.2 % too high                9.5 %
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ import re
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pydantic import ValidationError
 
 _CODE: Final = re.compile(r"\[(ZW\d{3})\] ")
@@ -91,3 +93,8 @@ def first_problem(error: ValidationError, of: str = "") -> str:
     first = error.errors(include_url=False)[0]
     where = ".".join(map(str, filter(None, (of, *first["loc"]))))
     return f"{where}: {first['msg']}" if where else first["msg"]
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """The first `most` names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -8,7 +8,7 @@ from typing import Any, Final
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from zeroweave.config.deepspeed_keys import IGNORED, KEYS, MAPPED, NAMES, REFUSED, RENAMED, SECTIONS, owner
-from zeroweave.config.messages import nearest, wrong
+from zeroweave.config.messages import finding, nearest
 from zeroweave.errors import ConfigError
 
 _ZERO: Final = "zero_optimization."
@@ -100,7 +100,7 @@ def _problem(key: str, value: Any, values: dict[str, Any]) -> str | None:
         try:
             values[key] = TypeAdapter[Any](MAPPED[key].kind, config=_STRICT).validate_python(value)
         except ValidationError as error:
-            return wrong(key, error)
+            return finding(key, error.errors())
     return None
 
 

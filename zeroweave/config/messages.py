@@ -23,16 +23,11 @@ def findings(error: ValidationError, model: type[BaseModel], table: str = "") ->
     found: dict[str, list[ErrorDetails]] = {}
     for details in error.errors():
         found.setdefault(_key_of((*filter(None, [table]), *details["loc"]), known), []).append(details)
-    return [_explain_one(key, details, known) for key, details in found.items()]
+    return [finding(key, details, known) for key, details in found.items()]
 
 
-def wrong(key: str, error: ValidationError) -> str:
-    """What is wrong with the one value of a key."""
-    return _explain_one(key, error.errors(), ())
-
-
-def _explain_one(key: str, details: list[ErrorDetails], known: tuple[str, ...]) -> str:
-    """pydantic has one error for each branch of a union; the first has the whole value."""
+def finding(key: str, details: list[ErrorDetails], known: tuple[str, ...] = ()) -> str:
+    """What is wrong with a key. pydantic has one error for each branch of a union; the first has the whole value."""
     first = details[0]
     if first["type"] == "extra_forbidden":
         return f"[ZW102] unknown key {key!r} in the config; {_suggestion(key, known)}"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from zeroweave.errors import ParameterError, UnsupportedOptimizer
+from zeroweave.errors import ParameterError, UnsupportedOptimizer, listed
 from zeroweave.optim.lion import Lion
 from zeroweave.optim.several import Given, is_declared_element_wise
 from zeroweave.optim.states import uncuttable
@@ -41,9 +41,6 @@ _OF_WHOLES = {
     **dict.fromkeys(("lamb", "fusedlamb", "lars", "larc", "novograd"), "computes norms of whole parameters"),
 }
 """Those that look at more than one element at a time."""
-
-_SHOWN = 8
-"""Names that a warning tells."""
 
 _QUANTIZED = re.compile(r"([48]bit|fp8)$", re.IGNORECASE)
 
@@ -107,9 +104,8 @@ def in_no_group(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Paramet
     left = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in has]
     if not left:
         return ""
-    shown = ", ".join(left[:_SHOWN]) + (f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else "")
     return (
-        f"what requires gradients and is in no group of the optimizer stays as it is: {shown}. "
+        f"what requires gradients and is in no group of the optimizer stays as it is: {listed(left)}. "
         "Its gradients are reduced and count in the norm all the same: add it to the optimizer, or freeze it with "
         "requires_grad_(False)"
     )

@@ -9,14 +9,14 @@ parameter, since the program has emptied it for instance, there are no moments e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from zeroweave._torch.storages import storage_key
 from zeroweave.comm.rounding import noise_
-from zeroweave.errors import ParameterError
+from zeroweave.errors import ParameterError, listed
 from zeroweave.layout import BucketLayout
 from zeroweave.optim.codes import Coded, decode, encode_
 from zeroweave.optim.fragments import Fragments
@@ -49,8 +49,7 @@ def refuse_compact(optimizer: torch.optim.Optimizer | None, layouts: Iterable[Bu
     if not trained:
         reasons.append("it is for parameters that are trained, and there are none")
     if wide:
-        names = ", ".join(wide[:8]) + (f" and {len(wide) - 8} more" if len(wide) > 8 else "")
-        reasons.append(f"it is for bfloat16 parameters, and not {names}: set precision.params to 'bfloat16'")
+        reasons.append(f"it is for bfloat16 parameters, and not {listed(wide)}: set precision.params to 'bfloat16'")
     if reasons:
         lines = "\n".join(f"  {reason}" for reason in reasons)
         raise ParameterError(
@@ -134,21 +133,14 @@ class CompactMoments:
     def noise_(self, random: torch.Tensor) -> None:
         """Overwrites that with noise for elements at the steps that their parameters are at."""
         first, _ = self._bucket.layout.shard_range(self._bucket.rank)
-        for slot, start in self._places():
-            noise_(self._bucket.fragment(random, slot), first + start, self._step(slot))
-
-    def _places(self) -> Iterator[tuple[int, int]]:
-        """The slots that have taken a step, and where they start."""
         for slot, (parameter, start) in enumerate(zip(self._fragments.parameters, self._fragments.starts, strict=True)):
             if parameter.numel() and self._has_stepped(slot):
-                yield slot, start
+                step = self._optimizer.state[parameter]["step"]
+                on_host = not isinstance(step, torch.Tensor) or step.device.type == "cpu"
+                noise_(self._bucket.fragment(random, slot), first + start, int(step) if on_host else step)
 
     def _has_stepped(self, slot: int) -> bool:
         return "step" in self._optimizer.state.get(self._fragments.parameters[slot], {})
-
-    def _step(self, slot: int) -> torch.Tensor | int:
-        step = self._optimizer.state[self._fragments.parameters[slot]]["step"]
-        return int(step) if not isinstance(step, torch.Tensor) or step.device.type == "cpu" else step
 
     # ------------------------------------------------------------------ for others
     def parts(self, slot: int) -> dict[str, Coded]:

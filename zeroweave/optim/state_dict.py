@@ -20,6 +20,7 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
+from zeroweave._torch.fx import map_tensors
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.optim.several import kind_of, members_of
@@ -145,7 +146,8 @@ class StateDicts:
                     key: _told(held, user, key, value, on_device) for key, value in held[user].items()
                 }
         state = {key: value for key, value in given["state"].items() if ids.get(key) not in held}
-        rest = _on_host({**given, "state": state, "param_groups": saved})
+        whole = {**given, "state": state, "param_groups": saved}
+        rest = map_tensors(lambda tensor: tensor.detach().cpu(), whole)
         return _Given(rest=rest, told=Described(kind_of(optimizer), [], told)), held
 
     def _refuse_experts(self, what: str, instead: str) -> None:
@@ -180,17 +182,6 @@ def _told(held: Held, user: nn.Parameter, key: str, value: Any, on_device: bool)
     if told.kind == "cut" and value.is_floating_point():
         return Told("cut")
     return Told("whole", value=value) if told.kind == "own" else told
-
-
-def _on_host(value: Any) -> Any:
-    match value:
-        case torch.Tensor():
-            return value.detach().cpu()
-        case dict():
-            return {key: _on_host(item) for key, item in value.items()}
-        case list() | tuple():
-            return type(value)(map(_on_host, value))
-    return value
 
 
 def weak(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Final
 
 from torch import nn
 
 from zeroweave._torch.modules import Inside, child_modules, is_compiled_function
-from zeroweave.errors import ParameterError
+from zeroweave.errors import ParameterError, listed
 from zeroweave.parameters.foreign import is_foreign
 from zeroweave.parameters.stub import AtRest
-
-_NAMED: Final = 6
-"""So many of the parameters that have come are named in an error."""
 
 
 class StructureCheck:
@@ -50,9 +46,8 @@ class StructureCheck:
             known = set(map(id, own()))
             named = self._model.named_parameters(remove_duplicate=False)
             if came := [name for name, p in named if not (id(p) in known or isinstance(p, AtRest) or is_foreign(p))]:
-                more = f" and {len(came) - _NAMED} more" if len(came) > _NAMED else ""
                 raise ParameterError(
-                    f"[ZW205] {', '.join(came[:_NAMED])}{more}: added to the model since zeroweave.initialize, so it "
+                    f"[ZW205] {listed(came, 6)}: added to the model since zeroweave.initialize, so it "
                     "would not be trained, the same on all ranks, or saved; call engine.destroy(), add it, and "
                     "initialize again, or keep what stays frozen outside of the model, in a list for instance"
                 )

@@ -13,19 +13,20 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from zeroweave.errors import ParameterError
+from zeroweave.errors import ParameterError, listed
 from zeroweave.notices import warn
 from zeroweave.parameters.foreign import is_foreign, own_parameters
 
 WeightsLike: TypeAlias = str | os.PathLike[str] | Callable[[str, torch.Tensor], Any]
 """A safetensors file, a folder of them, or a function that fills the tensor of a parameter's name."""
 
+_T = TypeVar("_T")
 _GIVE: Final = "give zeroweave.initialize `weights`: a safetensors file or folder, or a function that fills a tensor"
 INDEX: Final = "model.safetensors.index.json"
 """Which file has which tensor, where there are several."""
@@ -112,7 +113,7 @@ class FileWeights:
         """ParameterError, which names them, where parameters are missing, or of other shapes. Warns of what is left."""
         names = names_of(model)
         self._keys = {name: key for name, known in names.items() for key in reversed(known) if key in self._files}
-        shapes = self._shapes(self._keys.values())
+        shapes = self._read(self._keys.values(), lambda file, key: tuple(file.get_slice(key).get_shape()))
         missing = [name for name in names if name not in self._keys]
         wrong = [
             f"{name}: {list(shape)} instead of {list(parameter.shape)}"
@@ -141,27 +142,19 @@ class FileWeights:
         return self._files.keys()
 
     def tensors(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Of these names, those tensors that are there, whole. Each file is opened once."""
-        found: dict[str, torch.Tensor] = {}
-        for path, members in self._lying_in(keys).items():
-            with _opened(path) as file:
-                found |= {key: file.get_tensor(key) for key in members}
-        return found
+        """Of these names, those tensors that are there, whole."""
+        return self._read(keys, lambda file, key: file.get_tensor(key))
 
-    def _shapes(self, keys: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """Of these tensors. Each file is opened once."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path, members in self._lying_in(keys).items():
-            with _opened(path) as file:
-                shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in members}
-        return shapes
-
-    def _lying_in(self, keys: Iterable[str]) -> dict[Path, list[str]]:
-        """Each file with those of these tensors that it has."""
-        found: dict[Path, list[str]] = {}
+    def _read(self, keys: Iterable[str], what: Callable[[Any, str], _T]) -> dict[str, _T]:
+        """`what(file, key)` of those of these tensors that are there. Each file is opened once."""
+        members: dict[Path, list[str]] = {}
         for key in keys:
             if key in self._files:
-                found.setdefault(self._files[key], []).append(key)
+                members.setdefault(self._files[key], []).append(key)
+        found: dict[str, _T] = {}
+        for path, there in members.items():
+            with _opened(path) as file:
+                found |= {key: what(file, key) for key in there}
         return found
 
 
@@ -176,8 +169,7 @@ def warn_of_left(path: str | os.PathLike[str], names: Iterable[str], model: nn.M
     """Warns of `names` in the files of `path` that the model does not have."""
     known = {key for keys in names_of(model).values() for key in keys} | {name for name, _ in model.named_buffers()}
     if left := sorted(set(names) - known):
-        more = f" and {len(left) - 8} more" if len(left) > 8 else ""
-        warn(f"the model has no parameters for these weights in {path}: {', '.join(left[:8])}{more}")
+        warn(f"the model has no parameters for these weights in {path}: {listed(left)}")
 
 
 def _unset(parameter: torch.Tensor) -> torch.Tensor:
