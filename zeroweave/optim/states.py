@@ -100,8 +100,9 @@ def describe(
     names = {id(parameter): name for name, parameter in named.items()}
     groups, states = [], {}
     for group in optimizer.param_groups:
-        options = {key: _option(value) for key, value in group.items() if key not in ("params", "param_names")}
-        plain = {key: value for key, value in options.items() if _is_plain(value)}
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        single = {key: v.item() for key, v in options.items() if isinstance(v, torch.Tensor) and v.numel() == 1}
+        plain = {key: value for key, value in (options | single).items() if _is_plain(value)}
         wholes = sorted(names[id(p)] for p in group["params"] if id(p) in whole)
         groups.append({**plain, "params": sorted(names[id(p)] for p in group["params"]), "whole matrices": wholes})
         on_device = counts_on_device(group)
@@ -307,10 +308,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def counts_on_device(group: Mapping[str, Any]) -> bool:
     """True if an optimizer wants the step counters of a group on the device."""
     return bool(group.get("capturable") or group.get("fused"))
-
-
-def _option(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _is_plain(value: Any) -> bool:

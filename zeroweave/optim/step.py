@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Final
 
@@ -168,8 +168,11 @@ class ShardedOptimizer:
                     elif bucket not in self._parts:
                         del gradients[bucket]  # no parameter of it is in any group
                 if self._one_pass is not None:
-                    for bucket in [*gradients]:
-                        self._pass(self._one_pass, bucket, gradients, absent)
+                    for bucket in filter(self._one_pass.takes, [*gradients]):
+                        with self.offload.on_device([bucket], whole=False) as here:
+                            self._one_pass.update(bucket, Masters(*here[bucket]), gradients.pop(bucket), absent[bucket])
+                            if self.offload.comes(bucket):
+                                self._one_pass.release(bucket)
                 if gradients:
                     moved = list(gradients)
                     self._step(gradients, absent, self._parts_of(moved), moved)
@@ -330,17 +333,6 @@ class ShardedOptimizer:
         self.groups.give_back()
         self.sharded = {}
 
-    def _pass(
-        self, one_pass: OnePass, bucket: int, gradients: dict[int, Scaled], absent: Mapping[int, Set[int]]
-    ) -> None:
-        """Updates a bucket by a kernel, if there is one for it, and uses up its gradient then."""
-        if not one_pass.takes(bucket):
-            return
-        with self.offload.on_device([bucket], whole=False) as here:
-            one_pass.update(bucket, Masters(*here[bucket]), gradients.pop(bucket), absent[bucket])
-            if self.offload.comes(bucket):
-                one_pass.release(bucket)
-
     def _step(
         self,
         gradients: dict[int, Scaled],
@@ -352,15 +344,13 @@ class ShardedOptimizer:
         fragments = [(self._fragments[bucket], bucket) for bucket in gradients]
         if self._one_pass is not None:
             self._one_pass.forget(moved)
+        whole = nullcontext() if self._matrices is None else self._matrices.gathered([*gradients], absent)
         with self.groups.holding(groups), self.offload.on_device(moved):
             try:
                 for one, bucket in fragments:
                     one.set_gradients(gradients.pop(bucket).product(), absent[bucket])
-                with self._whole_matrices([bucket for _, bucket in fragments], absent):
+                with whole:
                     self.optimizer.step()
             finally:
                 for one, _ in fragments:
                     one.drop_gradients()
-
-    def _whole_matrices(self, buckets: Sequence[int], absent: Mapping[int, Set[int]]) -> AbstractContextManager[None]:
-        return nullcontext() if self._matrices is None else self._matrices.gathered(buckets, absent)
