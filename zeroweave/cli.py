@@ -170,10 +170,10 @@ def schedule(
     import json
 
     from zeroweave.report.lanes import trace as traced
-    from zeroweave.report.schedule import report
+    from zeroweave.report.sections import schedule_lines
 
     shown = _courses(source, arguments, rank, ranks, steps)
-    for line in report(shown):
+    for line in schedule_lines(shown):
         print(line)
     if trace is not None:
         if not shown.courses:

@@ -200,8 +200,8 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module, weights: Weights) -> None:
-        self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
-        self._attributes: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._values: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        """the table of buffers or of attributes, the name in it, and the value"""
         lost = []
         for path, module in model.named_modules():
             names = [name for name, b in module._buffers.items() if b is not None and b.is_meta]
@@ -213,10 +213,10 @@ class Buffers:
                 if value is None or value.shape != module._buffers[name].shape:
                     lost.append(whole)
                 else:
-                    self._buffers.append((module, name, value))
+                    self._values.append((module._buffers, name, value))
             for name, value in vars(made).items() if made is not None else ():
                 if isinstance(value, torch.Tensor) and getattr(vars(module).get(name), "is_meta", False):
-                    self._attributes.append((module, name, value))
+                    self._values.append((vars(module), name, value))
         if lost:
             raise ParameterError(
                 f"[ZW207] {', '.join(map(repr, lost))}: buffers on the meta device whose values nobody knows; register "
@@ -225,10 +225,8 @@ class Buffers:
 
     def give(self) -> None:
         """Puts them into the model."""
-        for module, name, value in self._buffers:
-            module._buffers[name] = value
-        for module, name, value in self._attributes:
-            vars(module).update({name: value})
+        for table, name, value in self._values:
+            table[name] = value
 
 
 def _made_again(module: nn.Module) -> nn.Module | None:
