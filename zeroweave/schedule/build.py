@@ -44,6 +44,7 @@ from zeroweave.schedule.instructions import (
     is_backward,
     numbered,
     project,
+    reduce_order,
 )
 from zeroweave.schedule.moves import Move, moves_of
 from zeroweave.schedule.save import read, write
@@ -341,21 +342,6 @@ class Schedule:
         words += [f"{facts.name(bucket)} lies in place {place}" for bucket, place in sorted(self.places.items())]
         words += [f"{facts.name(bucket)} is gathered by copy engine" for bucket in sorted(facts.copied)]
         return words
-
-
-def reduce_order(record: Iterable[Event]) -> tuple[int, ...]:
-    """The buckets in the order of their first reductions in the window's last reducing backward."""
-    order: dict[int, None] = {}
-    over = False
-    for event in record:
-        if isinstance(event, Micro):
-            over = True
-        elif isinstance(event, Ready):
-            if over:
-                order.clear()
-                over = False
-            order[event.bucket] = None
-    return tuple(order)
 
 
 def build(record: tuple[Event, ...], facts: Facts) -> Schedule:

@@ -245,3 +245,18 @@ def project(record: tuple[Event, ...]) -> tuple[Run | End | Reduce, ...]:
             case Ready(bucket):
                 out.append(Reduce(bucket))
     return tuple(out)
+
+
+def reduce_order(record: Iterable[Event]) -> tuple[int, ...]:
+    """The buckets in the order of their first reductions in the window's last reducing backward."""
+    order: dict[int, None] = {}
+    over = False
+    for event in record:
+        if isinstance(event, Micro):
+            over = True
+        elif isinstance(event, Ready):
+            if over:
+                order.clear()
+                over = False
+            order[event.bucket] = None
+    return tuple(order)

@@ -27,6 +27,7 @@ from zeroweave.schedule.instructions import (
     Update,
     Wait,
     project,
+    reduce_order,
 )
 from zeroweave.schedule.moves import Move
 
@@ -57,9 +58,6 @@ class Listing(Protocol):
 
     @property
     def stays(self) -> frozenset[int]: ...
-
-    @property
-    def reduce_order(self) -> tuple[int, ...]: ...
 
     def describe(self, instruction: Instruction) -> str: ...
 
@@ -127,7 +125,7 @@ class _State:
         self.in_flight: set[int] = set()
         self.crossed: dict[int, bool] = {}  # replicated buckets -> is the reduction across groups settled?
         self.spread: set[int] = set()  # buckets that were gathered across groups
-        self.across = tuple(b for b in schedule.reduce_order if b in self.facts.replicated)
+        self.across = tuple(b for b in reduce_order(schedule.record) if b in self.facts.replicated)
         self.updated: set[int] = set()
         self.staged: set[int] = set()
         self.freed = False
