@@ -7,18 +7,19 @@ So each place (`comm.places`) is one piece of memory, registered as a whole, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from zeroweave._torch.distributed import copying_communicator
-from zeroweave.comm.around import Routed
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.places import FixedMemory
 from zeroweave.comm.process_group import ProcessGroupTransport
-from zeroweave.comm.transport import Gatherer, Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.comm.transport import Gatherer, Pending, Transport
+from zeroweave.comm.wrappers import Around
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.ranks.control import Control
 
@@ -46,24 +47,38 @@ class Registered(FixedMemory):
             self._known_to.pop().deregister_mem_pool(self._pool)
 
 
-class CopyEngineGathers(Routed):
+class CopyEngineGathers(Around):
     """A transport that gathers through `engine` if the flat is in registered memory; all else is `inner`'s.
 
-    `placed(flat)`: True if it is; the same on all ranks, see `runtime.bucket.seat`.
+    `placed(flat)`: True if it is; the same on all ranks, see `runtime.bucket.seat`. Copies have no launch to share, so
+    in the scope of `together` each run of gathers between them is one launch.
     """
 
     def __init__(self, inner: Transport, engine: Gatherer, placed: Callable[[torch.Tensor], bool]) -> None:
         super().__init__(inner)
         self._engine, self._placed = engine, placed
+        self._scope: ExitStack | None = None
+        """of `together`; it holds the launch that is open"""
+        self._launching = False
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        with ExitStack() as scope:
+            self._scope, self._launching = scope, False
+            try:
+                yield
+            finally:
+                self._scope = None
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         placed = self._placed(flat)
-        self._launch(None if placed else self._inner)  # copies have no launch to share
+        if self._scope is not None and self._launching == placed:
+            self._launching = not placed
+            if placed:
+                self._scope.close()
+            else:
+                self._scope.enter_context(self._inner.together())
         return (self._engine if placed else self._inner).all_gather(flat, shard, layout)
-
-    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        self._launch(self._inner)
-        return self._inner.reduce_scatter(out, parts, layout, op)
 
 
 class CopyEngines:

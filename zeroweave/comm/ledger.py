@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import xxhash
 
-from zeroweave.comm.gauge import Gauge
 from zeroweave.layout import ACROSS, WORLD
 from zeroweave.ranks.differ import Issued
 
@@ -74,6 +73,23 @@ class _Mark(NamedTuple):
     payload: int
     call: str
     module: str
+
+
+@dataclass(slots=True)
+class Gauge:
+    """Bytes of memory in use at present and at most."""
+
+    now: int = 0
+    peak: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        if self.now > self.peak:
+            self.peak = self.now
+
+    def restart(self) -> None:
+        """Restarts `peak`."""
+        self.peak = self.now
 
 
 class Ledger:

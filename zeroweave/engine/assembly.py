@@ -17,13 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zeroweave._triton import kernels
 from zeroweave.comm.choose import Choice
-from zeroweave.comm.fence import fenced
-from zeroweave.comm.grouped import Grouped
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.paired import Paired
 from zeroweave.comm.places import Places, fixed_places
 from zeroweave.comm.process_group import take_device
 from zeroweave.comm.wire import Wire
+from zeroweave.comm.wrappers import Grouped, Paired, fenced
 from zeroweave.compile.regions import matching
 from zeroweave.config import Config
 from zeroweave.eager.access import Access
