@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from zeroweave.errors import EngineError
-from zeroweave.ranks.notes import Notes
-from zeroweave.ranks.signals import NUMBERS, Signals, check_thread
+from zeroweave.ranks.signals import NUMBERS, Notes, Signals, check_thread
 
 TERM, USR1 = NUMBERS
 
@@ -35,12 +34,12 @@ def send(number: int) -> None:
 def test_a_signal_is_noted_until_the_ranks_know_of_it(heard: list[int]) -> None:
     notes = Notes(NUMBERS)
     signals = Signals(notes)
-    assert notes.flags == b"\0"
+    assert notes.flags == b"\0\0"
     signals.listen()
     send(USR1)
-    assert notes.flags == b"\2" and not signals.take()
-    notes.agree(b"\3")  # another rank has had the other one
-    assert notes.flags == b"\0"
+    assert notes.flags == b"\0\1" and not signals.take()
+    notes.agree(b"\1\1")  # another rank has had the other one
+    assert notes.flags == b"\0\0"
     assert signals.take() == {TERM, USR1} and not signals.take()
     assert heard == [USR1], "what handled it before hears of it"
     signals.close()
@@ -53,7 +52,7 @@ def test_a_signal_that_comes_after_the_agreement_is_another_one(heard: list[int]
     send(TERM)
     notes.agree(notes.flags)
     send(TERM)
-    assert signals.take() == {TERM} and notes.flags == b"\1"
+    assert signals.take() == {TERM} and notes.flags == b"\1\0"
     signals.close()
 
 
@@ -67,7 +66,7 @@ def test_what_was_there_before_comes_back(heard: list[int]) -> None:
     signals.close()
     assert [signal.getsignal(number) for number in NUMBERS] == before
     send(TERM)
-    assert notes.flags == b"\0" and heard == [TERM]
+    assert notes.flags == b"\0\0" and heard == [TERM]
 
 
 def test_two_engines_both_note_a_signal(heard: list[int]) -> None:
@@ -76,10 +75,10 @@ def test_two_engines_both_note_a_signal(heard: list[int]) -> None:
     first.listen()
     second.listen()
     send(USR1)
-    assert one.flags == other.flags == b"\2" and heard == [USR1]
+    assert one.flags == other.flags == b"\0\1" and heard == [USR1]
     first.close()  # the second one's handler was put there later, and stays
     send(TERM)
-    assert (one.flags, other.flags) == (b"\2", b"\3") and heard == [USR1, TERM]
+    assert (one.flags, other.flags) == (b"\0\1", b"\1\1") and heard == [USR1, TERM]
     second.close()
     send(TERM)
     assert heard == [USR1, TERM, TERM]

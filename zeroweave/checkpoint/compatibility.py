@@ -70,7 +70,7 @@ class Wanted:
     """What an engine has: the shapes of its parameters and of its buffers, by NAME, and its optimizer, if any.
 
     `optimizer`: the name of its class, and of each group the names of its parameters. `lr_scheduler`: of its class.
-    `trained`: the NAMEs of what is not frozen. `extra`: those of extra state. `refused`: what, in words, it cannot have
+    `extra`: the NAMEs of extra state. `refused`: what, in words, it cannot have
     of the options of its groups. `dtypes`: of `param/NAME` and `buffer/NAME`. `clashes`: what of a state the scheduler
     cannot have.
     """
@@ -79,7 +79,6 @@ class Wanted:
     buffers: Mapping[str, tuple[int, ...]]
     optimizer: tuple[str, Sequence[Sequence[str]]] | None = None
     lr_scheduler: str | None = None
-    trained: Set[str] = frozenset()
     extra: Set[str] = frozenset()
     refused: Callable[[Sequence[Mapping[str, Any]]], Sequence[str]] = lambda groups: ()
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)

@@ -258,15 +258,13 @@ def settings_of(config: Config) -> ScheduleSettings:
 
 def passes_of(config: Config) -> list[Pass]:
     """The user's passes that a config names; ConfigError where they cannot be imported."""
-    return [_import(name) for name in config.compile.passes]
-
-
-def _import(name: str) -> Pass:
-    """The function of "module:function"."""
-    try:
-        found = pkgutil.resolve_name(name) if ":" in name else None
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"[ZW107] compile.passes: {name!r} cannot be imported: {error}") from None
-    if not callable(found):
-        raise ConfigError(f"compile.passes must be functions as 'module:function', not {name!r}")
-    return found
+    passes: list[Pass] = []
+    for name in config.compile.passes:
+        try:
+            found = pkgutil.resolve_name(name) if ":" in name else None
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"[ZW107] compile.passes: {name!r} cannot be imported: {error}") from None
+        if not callable(found):
+            raise ConfigError(f"compile.passes must be functions as 'module:function', not {name!r}")
+        passes.append(found)
+    return passes

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1, noted on the rank that they come to, until all ranks know of them and act together."""
+"""SIGTERM and SIGUSR1: what comes to one rank is noted there until all ranks know of it and act together."""
 
 from __future__ import annotations
 
@@ -6,13 +6,47 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Hashable, Sequence
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from zeroweave.errors import EngineError
-from zeroweave.ranks.notes import Notes
 
 NUMBERS: Final = (signal.SIGTERM, signal.SIGUSR1)
+K = TypeVar("K", bound=Hashable)
+
+
+class Notes:
+    """What comes to single ranks of one engine, noted there until all ranks know of it and act together.
+
+    `kinds`: what can be noted, the same on all ranks.
+    """
+
+    def __init__(self, kinds: Sequence[Hashable]) -> None:
+        self._noted = dict.fromkeys(kinds, False)
+        self._agreed: set[Hashable] = set()
+
+    def note(self, kind: Hashable) -> None:
+        """This rank has it."""
+        self._noted[kind] = True
+
+    @property
+    def flags(self) -> bytes:
+        """What this rank has noted: a byte each."""
+        return bytes(self._noted.values())
+
+    def agree(self, flags: bytes) -> None:
+        """`flags` of any rank. What comes from now on is noted anew."""
+        for kind, noted in zip(self._noted, flags, strict=True):
+            if noted:
+                self._noted[kind] = False
+                self._agreed.add(kind)
+
+    def take(self, kinds: Sequence[K]) -> frozenset[K]:
+        """Which of these all ranks know of, once."""
+        taken = frozenset(kind for kind in kinds if kind in self._agreed)
+        self._agreed -= taken
+        return taken
 
 
 class Signals:
@@ -22,7 +56,7 @@ class Signals:
     as well. `notes`: where they are noted, by their numbers, beside other things.
     """
 
-    def __init__(self, notes: Notes[Any]) -> None:
+    def __init__(self, notes: Notes) -> None:
         self._notes = notes
         self._handlers: list[_Handler] = []
 

@@ -35,7 +35,6 @@ class Loaded:
         extra = extra_states(self._parts.model).keys()
         if optimizer is None:
             return Wanted(parameters, buffers, extra=extra)
-        trained = {key for layout, slot in slots if layout.trainable for key in layout.keys(slot.name)}
         names = names_of(self._parts)
         groups = [[names[id(p)] for p in group["params"]] for group in optimizer.optimizer.param_groups]
         kind = None if scheduler is None else kind_of(scheduler)
@@ -52,7 +51,7 @@ class Loaded:
                 return []  # the program's own scheduler may take any state
             return [repr(key) for key, value in state.items() if _clashes(scheduler, key, value)]
 
-        return Wanted(parameters, buffers, told, kind, trained, extra, refused, dtypes, clashes)
+        return Wanted(parameters, buffers, told, kind, extra, refused, dtypes, clashes)
 
     def load_extra(self, compatibility: Compatibility) -> None:
         """Hands the modules their extra state, which they may refuse."""
