@@ -68,7 +68,7 @@ from zeroweave.parameters.weights import WeightsLike
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.faults import Faults
-from zeroweave.ranks.signals import NUMBERS, Notes, Signals
+from zeroweave.ranks.signals import NUMBERS, Notes, listen
 from zeroweave.ranks.start import start_process_group
 from zeroweave.runtime.call_graphs import CallGraphs
 from zeroweave.runtime.cuda_capture import capture_for
@@ -222,7 +222,7 @@ def _assemble(
     original = {name: p.dtype for name, p in named.items()}
     slot_of = {id(p): place[name] for name, p in named.items()}
     del named
-    stubs, notes = StubStatus(), Notes((*NUMBERS, SHORT))
+    stubs = StubStatus()
     module_parameters = rest(model, stubs, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
     sharded = None
     if optimizer is not None:
@@ -241,7 +241,7 @@ def _assemble(
         progress=guard.progress,
         guard=guard,
         journal=journal,
-        agreements=Agreements(control, transport, guard.alarm, guard.progress, notes),
+        agreements=Agreements(control, transport, guard.alarm, guard.progress, Notes((*NUMBERS, SHORT))),
         module_parameters=module_parameters,
         stubs=stubs,
         optimizer=sharded,
@@ -253,7 +253,7 @@ def _assemble(
     faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)
     there = frozenset(bucket.id for bucket in buckets if bucket.is_shard)
     facts = facts_of(settings, layouts, runtime.policy, sharded, choice.least, call_graphs is not None, there)
-    return _compose(parts, facts, asked.scheduler, Signals(notes), faults, sinks)
+    return _compose(parts, facts, asked.scheduler, faults, sinks)
 
 
 def _refuse_experts(layouts: Iterable[BucketLayout], whole: Set[str]) -> None:
@@ -265,9 +265,7 @@ def _refuse_experts(layouts: Iterable[BucketLayout], whole: Set[str]) -> None:
         )
 
 
-def _compose(
-    parts: EngineContext, facts: Facts, lr_scheduler: Any, signals: Signals, faults: Faults, sinks: Sequence[Sink]
-) -> Engine:
+def _compose(parts: EngineContext, facts: Facts, lr_scheduler: Any, faults: Faults, sinks: Sequence[Sink]) -> Engine:
     """The engine, of objects that each know those before them."""
     settings, runtime = parts.config, parts.runtime
     sharing = ranks_beside(parts.control, parts.device)
@@ -302,7 +300,7 @@ def _compose(
         adaptive = Adaptive(parts.optimizer.offload, budget, clock.peak, clock.restart_peak)
     step = OptimizerStep(parts, window, updating, scheduler, shown, adaptive, lr_scheduler)
     values = ParameterAccess(parts, window, scaler, shown)
-    checkpoints = Checkpoints(parts, window, step, scheduler, values, signals, faults)
+    checkpoints = Checkpoints(parts, window, step, scheduler, values, faults)
     if parts.optimizer is not None:
         served = StateDicts(
             parts.optimizer, parts.module_parameters.names, parts.transport, parts.control, checkpoints.alone
@@ -310,8 +308,7 @@ def _compose(
         parts.ends.callback(served.close)
         serve(parts.optimizer.optimizer, parts.optimizer.groups, weak(values.optimizer_shown), parts.ends)
     if settings.checkpoint.save_on_signal is not None:
-        signals.listen()
-        parts.ends.callback(signals.close)
+        parts.ends.callback(listen(parts.agreements.notes).close)
 
     def stats() -> Stats:
         return Stats.read(parts, calls, step.traffic, scheduler)

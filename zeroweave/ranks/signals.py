@@ -7,6 +7,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any, Final, TypeVar
 
@@ -49,46 +50,29 @@ class Notes:
         return taken
 
 
-class Signals:
-    """The signals of one engine. None is noted before `listen`, nor after `close` or once the engine is gone.
+def listen(notes: Notes) -> ExitStack:
+    """Notes signals by their numbers until what this returns is closed, or `notes` are gone. In the main thread.
 
-    Then, and in forked children, they do what they did before. What handled them before `listen` hears of noted ones
-    as well. `notes`: where they are noted, by their numbers, beside other things.
+    Then, and in forked children, they do what they did before. What handled them before hears of noted ones as well.
     """
-
-    def __init__(self, notes: Notes) -> None:
-        self._notes = notes
-        self._handlers: list[_Handler] = []
-
-    def listen(self) -> None:
-        """From now on signals are noted. In the main thread."""
-        self._handlers = [_Handler(number, self) for number in NUMBERS]
-
-    def note(self, number: signal.Signals) -> None:
-        self._notes.note(number)
-
-    def take(self) -> frozenset[signal.Signals]:
-        """The signals that all ranks know of, once."""
-        return self._notes.take(NUMBERS)
-
-    def close(self) -> None:
-        """What handled signals before handles them again."""
-        while self._handlers:
-            self._handlers.pop().close()
+    listening = ExitStack()
+    for number in NUMBERS:
+        listening.callback(_Handler(number, notes).close)
+    return listening
 
 
 class _Handler:
-    """Handles one signal of this process. It does not keep the engine alive."""
+    """Handles one signal of this process. It does not keep the notes, and so the engine, alive."""
 
-    def __init__(self, number: signal.Signals, signals: Signals) -> None:
-        self._number, self._signals, self._process = number, weakref.ref(signals), os.getpid()
+    def __init__(self, number: signal.Signals, notes: Notes) -> None:
+        self._number, self._notes, self._process = number, weakref.ref(notes), os.getpid()
         self._open = True
         self._before: Any = signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        signals = self._signals()
-        if self._open and signals is not None and os.getpid() == self._process:
-            signals.note(self._number)
+        notes = self._notes()
+        if self._open and notes is not None and os.getpid() == self._process:
+            notes.note(self._number)
         elif self._before is signal.SIG_DFL:
             signal.signal(self._number, signal.SIG_DFL)
             os.kill(os.getpid(), self._number)
