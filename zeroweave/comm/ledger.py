@@ -32,13 +32,6 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _wire(kind: str, payload: int, world: int) -> int:
-    """Bytes that one rank sends; of an all-to-all, in which ranks send more or less, the mean."""
-    if kind == "all_to_all":
-        return payload * (world - 1) // world**2
-    return _TRIPS[kind] * payload * (world - 1) // world
-
-
 @dataclass(frozen=True)
 class Traffic:
     """Traffic of the collectives of one kind.
@@ -58,8 +51,12 @@ class Traffic:
 
 @lru_cache(4096)
 def _hashed(kind: str, bucket: int, dtype: str, payload: int, group: str, world: int) -> tuple[bytes, int]:
-    """A collective's part of the hash, and the bytes that one rank sends. Cached: steps issue the same ones."""
-    return f"{kind} {bucket} {dtype} {payload} {group}".encode(), _wire(kind, payload, world)
+    """A collective's part of the hash, and the bytes that one rank sends: `Traffic.wire`.
+
+    Cached: steps issue the same ones.
+    """
+    sent = payload * (world - 1) // world**2 if kind == "all_to_all" else _TRIPS[kind] * payload * (world - 1) // world
+    return f"{kind} {bucket} {dtype} {payload} {group}".encode(), sent
 
 
 class _Mark(NamedTuple):

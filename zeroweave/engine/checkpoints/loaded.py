@@ -28,8 +28,9 @@ class Loaded:
 
     def wanted(self) -> Wanted:
         """What the engine has for a checkpoint to fit."""
-        slots = [(b.layout, slot) for b in self._runtime.buckets.values() for slot in b.layout.slots]
-        parameters = {key: slot.shape for layout, slot in slots for key in layout.keys(slot.name)}
+        buckets = self._runtime.buckets.values()
+        held = [(key, slot, b) for b in buckets for slot in b.layout.slots for key in b.layout.keys(slot.name)]
+        parameters = {key: slot.shape for key, slot, _ in held}
         buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self._parts.model)}
         optimizer, scheduler = self._parts.optimizer, self._step.lr_scheduler
         extra = extra_states(self._parts.model).keys()
@@ -40,10 +41,7 @@ class Loaded:
         kind = None if scheduler is None else kind_of(scheduler)
         told = kind_of(optimizer.optimizer), groups
         refused = optimizer.offload.refused_in
-        buckets = self._runtime.buckets.values()
-        dtypes = {
-            f"param/{key}": b.dtype for b in buckets for slot in b.layout.slots for key in b.layout.keys(slot.name)
-        }
+        dtypes = {f"param/{key}": bucket.dtype for key, _, bucket in held}
 
         def clashes(state: Mapping[Any, Any]) -> list[str]:
             own = getattr(type(scheduler), "load_state_dict", None)
