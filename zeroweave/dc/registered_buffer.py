@@ -7,8 +7,7 @@ from contextlib import ExitStack
 
 import torch
 
-from zeroweave.comm.choose import LEAST, no_room, refused
-from zeroweave.comm.copy_engine import CopyEngines
+from zeroweave.comm.copy_engine import LEAST, CopyEngines, no_room, refused
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.pending import SideWork, on_side, side_of
 from zeroweave.comm.places import Places

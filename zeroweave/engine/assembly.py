@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 
 from zeroweave._triton import kernels
-from zeroweave.comm.choose import Choice
+from zeroweave.comm.copy_engine import Choice
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.places import Places, fixed_places
 from zeroweave.comm.process_group import take_device
