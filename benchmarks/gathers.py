@@ -2,8 +2,8 @@
 
     python -m benchmarks.gathers
 
-Prints a table, and the size from which on copy engines cost less: `LEAST` of zeroweave.comm.choose is to agree with
-it. Exit code 1 where there are no two GPUs.
+Prints a table, and the size from which on copy engines cost less: `LEAST` of zeroweave.comm.copy_engine is to agree
+with it. Exit code 1 where there are no two GPUs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import torch.distributed as dist
 
 from zeroweave._torch.distributed import all_gather
 from zeroweave._torch.storages import lent
-from zeroweave.comm.choose import refused
-from zeroweave.comm.copy_engine import CopyEngines
+from zeroweave.comm.copy_engine import CopyEngines, refused
 from zeroweave.comm.process_group import device_of
 from zeroweave.layout import ALIGN_BYTES
 from zeroweave.ranks.control import Control

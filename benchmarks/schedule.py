@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from benchmarks import launch
-from zeroweave.comm.around import Around
 from zeroweave.comm.clock import Clock
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.comm.wrappers import Around
 from zeroweave.layout import BucketLayout
 from zeroweave.schedule import simulate
 

@@ -56,7 +56,6 @@ UNCODED = {
     ("plan/meter.py", "NotImplementedError"),
     ("plan/transport.py", "NotImplementedError"),
     ("ranks/control.py", "ValueError"),
-    ("ranks/notes.py", "ValueError"),
     ("runtime/replay.py", "AssertionError"),
     ("_torch/fake.py", "NotImplementedError"),
     ("optim/several.py", "KeyError"),

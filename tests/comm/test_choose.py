@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.support.harness import Pools
-from zeroweave.comm.choose import LEAST, Asked, Choice, choose, refused, why_not
+from zeroweave.comm.copy_engine import LEAST, Asked, Choice, choose, refused, why_not
 from zeroweave.errors import ConfigError
 from zeroweave.ranks.control import Control
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.comm.recording import RecordingTransport, layout
-from zeroweave.comm.fence import Fenced, fenced
 from zeroweave.comm.transport import Messages, Pending, Transport
+from zeroweave.comm.wrappers import Fenced, fenced
 from zeroweave.config import Config, RuntimeConfig
 from zeroweave.config.sections import DebugConfig
 

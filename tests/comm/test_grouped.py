@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from tests.comm.recording import Noting, layout
-from zeroweave.comm.grouped import Grouped
 from zeroweave.comm.process_group import LocalTransport
+from zeroweave.comm.wrappers import Grouped
 
 ALL = layout(world=4, numel=128)
 EXPERTS = replace(ALL, group="experts", world=2, groups=2)

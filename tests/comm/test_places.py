@@ -6,8 +6,7 @@ import torch
 
 from tests.comm.recording import layout
 from tests.support.placed import Slab
-from zeroweave.comm.gauge import Gauge
-from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.ledger import Gauge, Ledger
 from zeroweave.comm.places import Place, Places
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.runtime.flat import ShardedFlat

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zeroweave import dc
-from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.ledger import Gauge
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.comm.transport import Pending
 from zeroweave.dc.gathers import Gathers

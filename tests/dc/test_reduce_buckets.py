@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from zeroweave.comm.gauge import Gauge
-from zeroweave.comm.parts import lay_out
-from zeroweave.comm.transport import Parts, ReduceOp, Spread
+from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.transport import Parts, ReduceOp, Spread, lay_out
 from zeroweave.dc.gradients import ReduceBuckets
 from zeroweave.dc.targets import SharesLayout
 from zeroweave.runtime.reductions import Reductions

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroweave.comm.gauge import Gauge
-from zeroweave.comm.parts import lay_out
+from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.transport import lay_out
 from zeroweave.dc.targets import GradientPartition, Share, SharesLayout, agree_on_shares, even_shares
 from zeroweave.errors import ParameterError
 

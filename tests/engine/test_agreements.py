@@ -17,8 +17,7 @@ from zeroweave.errors import AgreementError
 from zeroweave.optim.options import Options
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Agreement, Control, Decision
-from zeroweave.ranks.notes import Notes
-from zeroweave.ranks.signals import NUMBERS
+from zeroweave.ranks.signals import NUMBERS, Notes
 from zeroweave.schedule import compile_schedule
 
 SCHEDULE = compile_schedule(stack(2, 1, 1), stack_facts(2, 1))
@@ -61,10 +60,10 @@ def test_each_backward_is_compared_by_its_number_in_the_step() -> None:
     assert others.told == [("the check after backward 1", first), ("the check after backward 2", second)]
     others.told.clear()
     found = made.step(b"\1", b"", b"", SCHEDULE, lambda: OPTIONS)
-    assert found.decision == Decision(b"\1\0", adopt=False)
+    assert found.decision == Decision(b"\1\0\0", adopt=False)
     *counts, (place, mine) = others.told
     assert counts == [("counts", 4, 2)] and place == "agreement" and mine.options
-    told = Agreement(4, 2, ledger.hash, b"\1\0", SCHEDULE.fingerprint, SCHEDULE.shape, options=mine.options)
+    told = Agreement(4, 2, ledger.hash, b"\1\0\0", SCHEDULE.fingerprint, SCHEDULE.shape, options=mine.options)
     assert mine == told
     made.backward()
     assert others.told[-1][0] == "the check after backward 1"

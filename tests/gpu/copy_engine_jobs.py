@@ -24,12 +24,11 @@ from tests.gpu.graph_jobs import Case, batch_of, started
 from tests.gpu.jobs import SMALL, WIDE, adamw, config, deterministic, join, start, step, tokens
 from tests.gpu.schedule_jobs import Net, equal, rows
 from tests.support.parity import digest
-from zeroweave.comm.around import Around
-from zeroweave.comm.choose import Choice, refused
-from zeroweave.comm.copy_engine import CopyEngines
+from zeroweave.comm.copy_engine import Choice, CopyEngines, refused
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.places import Places
 from zeroweave.comm.process_group import make_transport
+from zeroweave.comm.wrappers import Around
 from zeroweave.layout import BucketLayout, Slot
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.flat import ShardedFlat

@@ -11,8 +11,8 @@ from torch import Tensor
 import zeroweave as zw
 from tests.gpu.jobs import adamw, deterministic, join
 from tests.gpu.schedule_jobs import Net, rows
-from zeroweave.comm.around import Around
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.comm.wrappers import Around
 from zeroweave.layout import BucketLayout
 
 MOST = 400_000

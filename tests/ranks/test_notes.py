@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-
-from zeroweave.ranks.notes import Notes
+from zeroweave.ranks.signals import Notes
 
 
 def test_a_note_is_taken_once_by_whom_it_is_for() -> None:
     one, other = Notes(("a", "b", "c")), Notes(("a", "b", "c"))
     one.note("b")
     other.note("c")
-    assert (one.flags, other.flags) == (b"\2", b"\4")
+    assert (one.flags, other.flags) == (b"\0\1\0", b"\0\0\1")
     for each in (one, other):
-        each.agree(b"\6")
-        assert each.flags == b"\0"
+        each.agree(b"\0\1\1")
+        assert each.flags == b"\0\0\0"
         assert each.take(("a", "c")) == {"c"} and not each.take(("a", "c"))
         assert each.take(("b",)) == {"b"} and not each.take(("a", "b", "c"))
 
@@ -25,9 +23,3 @@ def test_what_comes_behind_the_agreement_is_noted_anew() -> None:
     notes.agree(notes.flags)
     notes.note("a")
     assert notes.take(("a",)) == {"a"} and notes.flags == b"\1"
-
-
-def test_nine_things_have_no_room_in_a_byte() -> None:
-    assert Notes("abcdefgh").flags == b"\0"
-    with pytest.raises(ValueError, match="eight things at most"):
-        Notes("abcdefghi")

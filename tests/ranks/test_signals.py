@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from zeroweave.errors import EngineError
-from zeroweave.ranks.notes import Notes
-from zeroweave.ranks.signals import NUMBERS, Signals, check_thread
+from zeroweave.ranks.signals import NUMBERS, Notes, check_thread, listen
 
 TERM, USR1 = NUMBERS
 
@@ -34,85 +33,79 @@ def send(number: int) -> None:
 
 def test_a_signal_is_noted_until_the_ranks_know_of_it(heard: list[int]) -> None:
     notes = Notes(NUMBERS)
-    signals = Signals(notes)
-    assert notes.flags == b"\0"
-    signals.listen()
+    assert notes.flags == b"\0\0"
+    listening = listen(notes)
     send(USR1)
-    assert notes.flags == b"\2" and not signals.take()
-    notes.agree(b"\3")  # another rank has had the other one
-    assert notes.flags == b"\0"
-    assert signals.take() == {TERM, USR1} and not signals.take()
+    assert notes.flags == b"\0\1" and not notes.take(NUMBERS)
+    notes.agree(b"\1\1")  # another rank has had the other one
+    assert notes.flags == b"\0\0"
+    assert notes.take(NUMBERS) == {TERM, USR1} and not notes.take(NUMBERS)
     assert heard == [USR1], "what handled it before hears of it"
-    signals.close()
+    listening.close()
 
 
 def test_a_signal_that_comes_after_the_agreement_is_another_one(heard: list[int]) -> None:
     notes = Notes(NUMBERS)
-    signals = Signals(notes)
-    signals.listen()
+    listening = listen(notes)
     send(TERM)
     notes.agree(notes.flags)
     send(TERM)
-    assert signals.take() == {TERM} and notes.flags == b"\1"
-    signals.close()
+    assert notes.take(NUMBERS) == {TERM} and notes.flags == b"\1\0"
+    listening.close()
 
 
 def test_what_was_there_before_comes_back(heard: list[int]) -> None:
     before = [signal.getsignal(number) for number in NUMBERS]
     notes = Notes(NUMBERS)
-    signals = Signals(notes)
-    signals.listen()
+    listening = listen(notes)
     assert [signal.getsignal(number) for number in NUMBERS] != before
-    signals.close()
-    signals.close()
+    listening.close()
+    listening.close()
     assert [signal.getsignal(number) for number in NUMBERS] == before
     send(TERM)
-    assert notes.flags == b"\0" and heard == [TERM]
+    assert notes.flags == b"\0\0" and heard == [TERM]
 
 
 def test_two_engines_both_note_a_signal(heard: list[int]) -> None:
     one, other = Notes(NUMBERS), Notes(NUMBERS)
-    first, second = Signals(one), Signals(other)
-    first.listen()
-    second.listen()
+    first, second = listen(one), listen(other)
     send(USR1)
-    assert one.flags == other.flags == b"\2" and heard == [USR1]
+    assert one.flags == other.flags == b"\0\1" and heard == [USR1]
     first.close()  # the second one's handler was put there later, and stays
     send(TERM)
-    assert (one.flags, other.flags) == (b"\2", b"\3") and heard == [USR1, TERM]
+    assert (one.flags, other.flags) == (b"\0\1", b"\1\1") and heard == [USR1, TERM]
     second.close()
     send(TERM)
     assert heard == [USR1, TERM, TERM]
 
 
 def test_without_its_engine_a_handler_only_passes_on(heard: list[int]) -> None:
-    signals = Signals(Notes(NUMBERS))
-    signals.listen()
-    del signals
+    listening = listen(Notes(NUMBERS))
     gc.collect()
     send(TERM)
     assert heard == [TERM]
+    listening.close()
 
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_child_dies_of_a_signal_as_it_would_have(closed: bool) -> None:
     """A pool of processes that were forked ends them with SIGTERM; and so does one whose engine is gone."""
     before = signal.signal(TERM, signal.SIG_DFL)
-    signals = Signals(Notes(NUMBERS))
-    signals.listen()
+    notes = Notes(NUMBERS)
+    listening = listen(notes)
     child = os.fork()
     if not child:
         try:
             if closed:
                 later = signal.getsignal(TERM)
                 signal.signal(TERM, lambda *args: later(*args))  # type: ignore[operator]
-                signals.close()
+                listening.close()
             os.kill(os.getpid(), TERM)
             signal.pause()
         finally:
             os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -TERM
-    signals.close()
+    listening.close()
     signal.signal(TERM, before)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.ledger import Gauge
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.layout import BucketLayout, ParameterSpec, build_layout
 from zeroweave.runtime.bucket import Bucket

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.comm.recording import RecordingTransport
-from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.ledger import Gauge
 from zeroweave.layout import ParameterSpec, build_layout
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.gradients import Gradients

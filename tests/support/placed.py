@@ -8,8 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-from zeroweave.comm.choose import Choice, no_room
-from zeroweave.comm.copy_engine import CopyEngineGathers
+from zeroweave.comm.copy_engine import Choice, CopyEngineGathers, no_room
 from zeroweave.comm.places import Place, Places
 from zeroweave.comm.process_group import ProcessGroupTransport
 from zeroweave.comm.transport import Transport

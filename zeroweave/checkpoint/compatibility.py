@@ -70,7 +70,7 @@ class Wanted:
     """What an engine has: the shapes of its parameters and of its buffers, by NAME, and its optimizer, if any.
 
     `optimizer`: the name of its class, and of each group the names of its parameters. `lr_scheduler`: of its class.
-    `trained`: the NAMEs of what is not frozen. `extra`: those of extra state. `refused`: what, in words, it cannot have
+    `extra`: the NAMEs of extra state. `refused`: what, in words, it cannot have
     of the options of its groups. `dtypes`: of `param/NAME` and `buffer/NAME`. `clashes`: what of a state the scheduler
     cannot have.
     """
@@ -79,7 +79,6 @@ class Wanted:
     buffers: Mapping[str, tuple[int, ...]]
     optimizer: tuple[str, Sequence[Sequence[str]]] | None = None
     lr_scheduler: str | None = None
-    trained: Set[str] = frozenset()
     extra: Set[str] = frozenset()
     refused: Callable[[Sequence[Mapping[str, Any]]], Sequence[str]] = lambda groups: ()
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -173,7 +172,12 @@ class Compatibility:
             problems += self._of_ranks()
         if self._wanted.optimizer is None:
             return problems
-        return [*problems, *self._refused(), *self._clashing()]
+        optimizer, scheduler = self.facts.optimizer, self.facts.lr_scheduler
+        options = [] if optimizer is None else [group.options for group in optimizer.groups]
+        problems += (f"its optimizer's {option}" for option in self._wanted.refused(options))
+        if scheduler is not None and (clashes := self._wanted.clashes(scheduler.state)):
+            problems.append(f"its lr_scheduler cannot have {_some(clashes)}")
+        return problems
 
     def _of_ranks(self) -> Iterator[str]:
         found = self._manifest.tensors
@@ -197,7 +201,11 @@ class Compatibility:
             problems = {"missing": sorted(wanted - found), "unexpected": sorted(present - known)}
             told += [f"{what}: {_some(names)}" for what, names in problems.items() if names]
         if self._wanted.optimizer is not None:
-            told += [*self._optimizer(*self._wanted.optimizer), *self._scheduler()]
+            told += self._optimizer(*self._wanted.optimizer)
+            saved, wanted_kind = self.facts.lr_scheduler, self._wanted.lr_scheduler
+            kind = None if saved is None else saved.kind
+            if self._strict and kind != wanted_kind:
+                told.append(f"its lr_scheduler is {kind or 'none'}, not {wanted_kind or 'none'}")
         return told
 
     def _optimizer(self, kind: str, groups: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -215,22 +223,6 @@ class Compatibility:
         for index, (a, b) in enumerate(zip(theirs, ours, strict=True)):
             if other := sorted(a ^ b if self._strict else (a ^ b) & shared):
                 yield f"group {index} of its optimizer differs in {_some(other)}"
-
-    def _refused(self) -> Iterator[str]:
-        saved = self.facts.optimizer
-        options = [] if saved is None else [group.options for group in saved.groups]
-        return (f"its optimizer's {option}" for option in self._wanted.refused(options))
-
-    def _clashing(self) -> Iterator[str]:
-        scheduler = self.facts.lr_scheduler
-        if scheduler is not None and (clashes := self._wanted.clashes(scheduler.state)):
-            yield f"its lr_scheduler cannot have {_some(clashes)}"
-
-    def _scheduler(self) -> Iterator[str]:
-        saved, wanted = self.facts.lr_scheduler, self._wanted.lr_scheduler
-        kind = None if saved is None else saved.kind
-        if self._strict and kind != wanted:
-            yield f"its lr_scheduler is {kind or 'none'}, not {wanted or 'none'}"
 
     def data(self, rank: int, world: int) -> Any:
         """The position of that rank's loader. CheckpointError if the checkpoint has none."""

@@ -123,8 +123,10 @@ def _read(path: Path, kind: str) -> Imported:
     stored = plain.Stored("client")
     values, left_out = _values(model, states[0], kind, shapes, groups, stored)
     sources |= {name: _of([tensor], tuple(tensor.shape)) for name, tensor in stored.tensors.items()}
-    if hasattr(torch.optim, kind):
-        scalars = {name: _as_of_torch(value) for name, value in scalars.items()}
+    if hasattr(torch.optim, kind):  # it counts in tensors, and cannot continue with numbers, in which DeepSpeed counts
+        for name, value in scalars.items():
+            if isinstance(value, int):
+                scalars[name] = torch.tensor(float(value), dtype=torch.float32, device="cpu")
     values |= {name: plain.encode(value, name) for name, value in scalars.items()}
     parts = [
         Part(name, source.shape, source.ranges[0][0].dtype, 0, torch.Size(source.shape).numel())
@@ -253,11 +255,6 @@ def _split(held: Mapping[str, Any], masters: torch.Tensor) -> tuple[dict[str, to
         else:
             single[key] = value
     return flats, single
-
-
-def _as_of_torch(value: Any) -> Any:
-    """DeepSpeed's optimizers count in Python. PyTorch's count in tensors, and cannot continue with a number."""
-    return torch.tensor(float(value), dtype=torch.float32, device="cpu") if isinstance(value, int) else value
 
 
 def _values(

@@ -61,11 +61,6 @@ class Part:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    @property
-    def header_shape(self) -> list[int]:
-        """Its shape in the file: that of the tensor where it is all of it."""
-        return list(self.shape) if math.prod(self.shape) == self.numel else [self.numel]
-
 
 class FileWriter:
     """Writes the tensors of `parts`, in this order. `begins`: the byte at which each begins.
@@ -78,7 +73,8 @@ class FileWriter:
         header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
         ends = list(accumulate((part.nbytes for part in parts), initial=0))
         for part, place in zip(parts, pairwise(ends), strict=True):
-            header[part.name] = {"dtype": NAMES[part.dtype], "shape": part.header_shape, "data_offsets": place}
+            shape = part.shape if math.prod(part.shape) == part.numel else (part.numel,)  # a piece is flat
+            header[part.name] = {"dtype": NAMES[part.dtype], "shape": shape, "data_offsets": place}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._head = len(text).to_bytes(8, "little") + text

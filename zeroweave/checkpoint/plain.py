@@ -73,10 +73,10 @@ def encode(value: Any, where: str, stored: Stored | None = None, levels: int = _
             return {"~bytes": _text(value)}
         case np.ndarray() if type(value) is np.ndarray and value.dtype == np.uint32:  # of NumPy's random numbers
             return {"~uint32": inner(torch.from_numpy(value.astype(np.int64)))}
-        case torch.Tensor() if _is_dense(value) and value.nbytes <= (_LARGEST if stored is None else _SMALL):
+        case torch.Tensor() if is_dense(value) and value.nbytes <= (_LARGEST if stored is None else _SMALL):
             here = value.detach().cpu().resolve_conj().resolve_neg()
             return {"~tensor": [NAMES[value.dtype], list(value.shape), _text(bytes_of(here.contiguous().reshape(-1)))]}
-        case torch.Tensor() if _is_dense(value) and stored is not None:
+        case torch.Tensor() if is_dense(value) and stored is not None:
             return {"~stored": stored.add(value)}
         case np.ndarray() if (tensor := _as_tensor(value)) is not None:
             return {"~array": inner(tensor)}
@@ -100,7 +100,7 @@ def encode(value: Any, where: str, stored: Stored | None = None, levels: int = _
     )
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """True if it is strided, has values, and its dtype has a name."""
     return tensor.dtype in NAMES and tensor.layout == torch.strided and not tensor.is_meta
 

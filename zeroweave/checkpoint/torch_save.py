@@ -10,7 +10,7 @@ import torch
 
 from zeroweave.checkpoint.export import export
 from zeroweave.checkpoint.files import Part
-from zeroweave.checkpoint.manifest import NAMES
+from zeroweave.checkpoint.plain import is_dense
 from zeroweave.errors import CheckpointError
 
 _USUAL: Final = ("model", "state_dict", "model_state_dict", "module")
@@ -50,7 +50,8 @@ def convert(source: Path, folder: Path, key: str, shard_bytes: int) -> str:
     CheckpointError where there is none.
     """
     tensors = _state_dict(load(source), key)
-    wrong = {name: value for name, value in tensors.items() if not _can_be_written(value)}
+    known = {name for name, value in tensors.items() if isinstance(value, torch.Tensor) and is_dense(value)}
+    wrong = {name: value for name, value in tensors.items() if name not in known}
     if wrong:
         name, value = next(iter(wrong.items()))
         what = f"{value.layout} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -81,7 +82,3 @@ def _state_dict(content: Any, key: str) -> dict[str, Any]:
     if not isinstance(found, Mapping) or not found or not all(isinstance(name, str) for name in found):
         raise CheckpointError("[ZW607] there is no state dict: a dictionary of tensors by name")
     return dict(found)
-
-
-def _can_be_written(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.dtype in NAMES

@@ -145,9 +145,13 @@ class Saving:
             self._folder.publish(self._partial, _manifest(self.tag, self._step, self._stage, self._told))
         except Exception as error:
             self._published = self._failure(error)
-        else:
-            self.published = True
-            self._prune()
+            return
+        self.published = True
+        try:  # the new checkpoint is there, so what goes wrong here is no reason to stop
+            if self._keep is not None:
+                self._folder.prune(*self._keep)
+        except (OSError, CheckpointError) as error:
+            warn(f"old checkpoints in {self._folder.path} were not removed: {words(error)}", rank=0)
 
     def end(self) -> None:
         """All ranks know that it is there."""
@@ -215,15 +219,6 @@ class Saving:
         raise CheckpointError(
             f"[ZW605] the checkpoint {self.tag!r} was not written to {self._folder.path}: {told}"
         ) from self._cause
-
-    def _prune(self) -> None:
-        """The new checkpoint is there, so what goes wrong here is no reason to stop."""
-        if self._keep is None:
-            return
-        try:
-            self._folder.prune(*self._keep)
-        except (OSError, CheckpointError) as error:
-            warn(f"old checkpoints in {self._folder.path} were not removed: {words(error)}", rank=0)
 
 
 def _begin(folder: Folder, tag: str, again: bool) -> tuple[StagingFolder | None, str]:

@@ -3,24 +3,100 @@
 It does so in a communicator that may use no SMs, if every rank's flat is at the same offset of memory that all ranks
 have registered together. Otherwise it silently uses a kernel, and if the ranks' offsets differ, the values are wrong.
 So each place (`comm.places`) is one piece of memory, registered as a whole, and a flat begins at its start.
+
+`refused` says where copy engines cannot gather or need not, `choose` which buckets they gather.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
+import torch.distributed as dist
 
 from zeroweave._torch.distributed import copying_communicator
-from zeroweave.comm.around import Routed
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.places import FixedMemory
 from zeroweave.comm.process_group import ProcessGroupTransport
-from zeroweave.comm.transport import Gatherer, Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.comm.transport import Gatherer, Pending, Transport
+from zeroweave.comm.wrappers import Around
+from zeroweave.errors import ConfigError
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.ranks.control import Control
+
+Asked = Literal["auto", "copy_engine", "kernel"]
+
+OLDEST_NCCL: Final = (2, 28)
+"""The first version that gathers by copy engines."""
+LEAST: Final = 1 << 20
+"""With "auto", copy engines gather flats of so many bytes and more.
+
+Measured on H200s with NCCL 2.28, from 1 to 256 MiB (benchmarks/README.md): copy engines are faster than kernels while
+matmuls run, and the matmuls lose less. `python -m benchmarks.gathers` measures it on another machine.
+"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Copy engines gather buckets of `least` bytes and more; None: kernels gather all buckets. `why`: the reason."""
+
+    why: str
+    least: int | None = None
+
+    def __str__(self) -> str:
+        if self.least is None:
+            return f"by kernel: {self.why}"
+        size = f" from {self.least / (1 << 20):g} MiB on" if self.least >= LEAST else ""
+        return f"by copy engine{size}: {self.why}"
+
+
+def no_room(nbytes: int, why: str, key: str = "transport.gathers") -> str:
+    """The warning for memory that cannot be registered. `key`: the key of the config that asks for it."""
+    return (
+        f"{key}: {nbytes / (1 << 20):g} MiB to gather in by copy engine could not be had ({why}): what has that size "
+        "is gathered by kernel from now on, exact but slower"
+    )
+
+
+def refused(asked: Asked, control: Control, device: torch.device, largest: int, replicas: int = 1) -> str:
+    """Why copy engines cannot gather, or need not; "" where they can. Collective where they might.
+
+    `largest`: bytes of the largest flat. `replicas`: of buckets, see `layout`. ConfigError on all ranks where copy
+    engines are asked for and cannot gather.
+    """
+    if asked == "kernel":
+        return "transport.gathers is 'kernel'"
+    if control.world == 1 or device.type != "cuda":
+        why = "nothing is gathered in a world of 1" if control.world == 1 else f"ranks compute on {device.type}"
+    elif replicas > 1:
+        why = "the ranks of a group of sharding.group_size gather by kernel"
+    elif asked == "auto" and largest < LEAST:
+        return "no bucket has 1 MiB"
+    else:
+        version = torch.cuda.nccl.version() if dist.is_nccl_available() else (0,)
+        mine = (socket.gethostname(), version, str(torch.cuda.get_device_properties(device).uuid))
+        why = why_not(control.all_gather_object(mine, "whether copy engines can gather"))
+    if why and asked == "copy_engine" and control.world > 1:
+        raise ConfigError(f"[ZW107] transport.gathers is 'copy_engine': {why}. Set it to 'auto' or 'kernel'")
+    return why
+
+
+def why_not(ranks: Sequence[tuple[str, tuple[int, ...], str]]) -> str:
+    """Why copy engines cannot gather between ranks of these (host, version of NCCL, uuid of the GPU), or ""."""
+    gpus = [gpu for _, _, gpu in ranks]
+    for rank, (host, version, gpu) in enumerate(ranks):
+        if version[:2] < OLDEST_NCCL:
+            return f"NCCL {'.'.join(map(str, version))} on rank {rank}: it needs {'.'.join(map(str, OLDEST_NCCL))}"
+        if host != ranks[0][0]:
+            return f"rank {rank} is on {host}, rank 0 on {ranks[0][0]}: it works inside one machine"
+        if (first := gpus.index(gpu)) != rank:
+            return f"ranks {first} and {rank} share a GPU"
+    return ""
 
 
 class Registered(FixedMemory):
@@ -46,24 +122,38 @@ class Registered(FixedMemory):
             self._known_to.pop().deregister_mem_pool(self._pool)
 
 
-class CopyEngineGathers(Routed):
+class CopyEngineGathers(Around):
     """A transport that gathers through `engine` if the flat is in registered memory; all else is `inner`'s.
 
-    `placed(flat)`: True if it is; the same on all ranks, see `runtime.bucket.seat`.
+    `placed(flat)`: True if it is; the same on all ranks, see `runtime.bucket.seat`. Copies have no launch to share, so
+    in the scope of `together` each run of gathers between them is one launch.
     """
 
     def __init__(self, inner: Transport, engine: Gatherer, placed: Callable[[torch.Tensor], bool]) -> None:
         super().__init__(inner)
         self._engine, self._placed = engine, placed
+        self._scope: ExitStack | None = None
+        """of `together`; it holds the launch that is open"""
+        self._launching = False
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        with ExitStack() as scope:
+            self._scope, self._launching = scope, False
+            try:
+                yield
+            finally:
+                self._scope = None
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         placed = self._placed(flat)
-        self._launch(None if placed else self._inner)  # copies have no launch to share
+        if self._scope is not None and self._launching == placed:
+            self._launching = not placed
+            if placed:
+                self._scope.close()
+            else:
+                self._scope.enter_context(self._inner.together())
         return (self._engine if placed else self._inner).all_gather(flat, shard, layout)
-
-    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        self._launch(self._inner)
-        return self._inner.reduce_scatter(out, parts, layout, op)
 
 
 class CopyEngines:
@@ -138,3 +228,15 @@ class CopyEngines:
         reasons = self._control.all_gather_object(why, "memory for gathers by copy engines")
         self.why_not = next((f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each), "")
         return not self.why_not
+
+
+def choose(asked: Asked, engines: CopyEngines) -> Choice:
+    """The choice where `refused` has no reason against copy engines. Collective."""
+    if asked == "copy_engine":
+        return Choice("transport.gathers is 'copy_engine'", least=1)
+    memory = engines.make(LEAST)
+    if memory is None:
+        return Choice(f"memory cannot be registered ({engines.why_not})")
+    memory.close()
+    torch.cuda.empty_cache()
+    return Choice("that is faster beside matmuls", LEAST)

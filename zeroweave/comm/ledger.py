@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import xxhash
 
-from zeroweave.comm.gauge import Gauge
 from zeroweave.layout import ACROSS, WORLD
 from zeroweave.ranks.differ import Issued
 
@@ -31,13 +30,6 @@ _TRIPS: dict[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2,
 def dtype_name(dtype: object) -> str:
     """The ledger's name of a torch dtype."""
     return str(dtype).removeprefix("torch.")
-
-
-def _wire(kind: str, payload: int, world: int) -> int:
-    """Bytes that one rank sends; of an all-to-all, in which ranks send more or less, the mean."""
-    if kind == "all_to_all":
-        return payload * (world - 1) // world**2
-    return _TRIPS[kind] * payload * (world - 1) // world
 
 
 @dataclass(frozen=True)
@@ -59,8 +51,12 @@ class Traffic:
 
 @lru_cache(4096)
 def _hashed(kind: str, bucket: int, dtype: str, payload: int, group: str, world: int) -> tuple[bytes, int]:
-    """A collective's part of the hash, and the bytes that one rank sends. Cached: steps issue the same ones."""
-    return f"{kind} {bucket} {dtype} {payload} {group}".encode(), _wire(kind, payload, world)
+    """A collective's part of the hash, and the bytes that one rank sends: `Traffic.wire`.
+
+    Cached: steps issue the same ones.
+    """
+    sent = payload * (world - 1) // world**2 if kind == "all_to_all" else _TRIPS[kind] * payload * (world - 1) // world
+    return f"{kind} {bucket} {dtype} {payload} {group}".encode(), sent
 
 
 class _Mark(NamedTuple):
@@ -74,6 +70,23 @@ class _Mark(NamedTuple):
     payload: int
     call: str
     module: str
+
+
+@dataclass(slots=True)
+class Gauge:
+    """Bytes of memory in use at present and at most."""
+
+    now: int = 0
+    peak: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        if self.now > self.peak:
+            self.peak = self.now
+
+    def restart(self) -> None:
+        """Restarts `peak`."""
+        self.peak = self.now
 
 
 class Ledger:

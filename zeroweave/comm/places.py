@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from zeroweave._torch.storages import unfilled
-from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.ledger import Gauge
 
 _GRAIN: Final = 2 << 20
 _LEAST: Final = 20 << 20

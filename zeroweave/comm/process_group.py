@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -23,10 +23,9 @@ from zeroweave._torch.distributed import (
 from zeroweave._torch.storages import lent
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.ledger import Ledger, dtype_name
-from zeroweave.comm.parts import lay_out, tensors_of
 from zeroweave.comm.pending import SideWork, on_side, side_of
 from zeroweave.comm.rounding import cast_
-from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread
+from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread, lay_out
 from zeroweave.errors import EngineError, RankFailure
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.ranks.control import Control
@@ -78,6 +77,11 @@ def _await(wait: Callable[[], object], ledger: Ledger, count: int, on_host: bool
         raise RankFailure(f"'{ledger.text_at(count)}' did not come to its end: {reason}") from None
     if on_host:
         ledger.came()
+
+
+def _tensors_of(parts: Parts) -> Iterable[torch.Tensor]:
+    """The tensors that must stay alive while the parts are reduced."""
+    return (parts,) if isinstance(parts, torch.Tensor) else parts.values()
 
 
 class _Launch:
@@ -230,7 +234,7 @@ class ProcessGroupTransport:
                 work = dist.reduce_scatter(lent(out), inputs, op=kind, group=self.group, async_op=True)
             else:
                 work = reduce_scatter(lent(out), lent(flat), kind, self.group)
-        return _Work(work, self.ledger, self._on_host, flat, out, *tensors_of(parts))
+        return _Work(work, self.ledger, self._on_host, flat, out, *_tensors_of(parts))
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         with torch.no_grad(), on_side(self._side):
@@ -238,7 +242,7 @@ class ProcessGroupTransport:
             kind = self._prepare(out, op)
             self._count("all_reduce", out, layout.id)
             work = dist.all_reduce(lent(out), op=kind, group=self.group, async_op=True)
-        return _Work(work, self.ledger, self._on_host, out, *tensors_of(parts))
+        return _Work(work, self.ledger, self._on_host, out, *_tensors_of(parts))
 
     def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> Pending:
         bucket, payload, sent, received = messages

@@ -9,9 +9,8 @@ import torch
 
 from zeroweave.comm.clock import Clock, clock_of
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.skip import Skipping
-from zeroweave.comm.timed import Timed, Timing
 from zeroweave.comm.transport import Transport
+from zeroweave.comm.wrappers import Skipping, Timed, Timing
 
 
 class Wire:

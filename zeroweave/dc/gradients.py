@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from zeroweave._torch.autograd import at_end_of_backward, current_graph_task
-from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.ledger import Gauge
 from zeroweave.dc.registry import RegisteredGraph, RegisteredParameter, Registry
 from zeroweave.dc.targets import GradientPartition, SharesLayout
 from zeroweave.errors import EngineError, ParameterError

@@ -7,13 +7,12 @@ from contextlib import ExitStack
 
 import torch
 
-from zeroweave.comm.around import Around
-from zeroweave.comm.choose import LEAST, no_room, refused
-from zeroweave.comm.copy_engine import CopyEngines
+from zeroweave.comm.copy_engine import LEAST, CopyEngines, no_room, refused
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.pending import SideWork, on_side, side_of
 from zeroweave.comm.places import Places
 from zeroweave.comm.transport import Pending, Transport
+from zeroweave.comm.wrappers import Around
 from zeroweave.layout import BucketLayout
 from zeroweave.notices import warn
 from zeroweave.ranks.control import Control

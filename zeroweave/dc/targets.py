@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.ledger import Gauge
 from zeroweave.errors import ParameterError
 from zeroweave.layout import ALIGN_BYTES, WORLD, Piece, round_up, with_gaps
 

@@ -18,8 +18,10 @@ class AfterStep:
 
     def __init__(self, transport: Wire, checkpoints: Checkpoints, log: Log | None, samples: Samples | None) -> None:
         self._transport, self._checkpoints, self._log, self._samples = transport, checkpoints, log, samples
-        self._noted = Noted()
-        """what both read of the open window"""
+        self._losses: list[torch.Tensor] = []
+        """of the open window, unscaled"""
+        self._tokens = 0
+        """of the open window"""
 
     @property
     def _look(self) -> bool:
@@ -29,23 +31,29 @@ class AfterStep:
     def batch(self, training: bool, *batch: Any) -> None:
         """The module is called with this."""
         if training and self._look:
-            self._noted.batch(*batch)
+            self._tokens += tokens_of(batch)
 
     def loss(self, loss: torch.Tensor, divisor: int) -> None:
-        """A loss, unscaled, and what it is divided by where it is differentiated."""
-        if self._look:
-            self._noted.loss(loss, divisor)
+        """A loss, unscaled, and what it is divided by where it is differentiated. Waits for no device.
 
-    def aborted(self) -> None:
-        """The window was given up."""
-        self._noted.drop()
+        What it becomes later does not matter.
+        """
+        if self._look:
+            kind = torch.promote_types(loss.dtype, torch.float32)
+            self._losses.append(loss.detach().mean(dtype=kind) / divisor)  # a copy: graphs write theirs again
+
+    def window_ended(self) -> None:
+        """The window is over, or was given up: nothing of it counts any more."""
+        self._losses, self._tokens = [], 0
 
     def step_ended(self, boundary: bool) -> None:
         """After each `step()`; `boundary`: it was an optimizer step, or one that was skipped. Collective."""
         self._checkpoints.step_ended(boundary)
         if not (boundary and self._look):
             return
-        loss, tokens = self._noted.take()
+        # The optimizer step's gradients are of this sum.
+        loss, tokens = torch.stack(self._losses).sum() if self._losses else None, self._tokens
+        self.window_ended()
         if self._log is not None:
             self._log.step_ended(loss, tokens)
         if self._samples is not None:
@@ -56,37 +64,6 @@ class AfterStep:
         self._checkpoints.close()
         if self._log is not None:
             self._log.close()
-
-
-class Noted:
-    """What the micro-steps of a window tell of themselves: losses, unscaled, and tokens. Waits for no device."""
-
-    def __init__(self) -> None:
-        self._losses: list[torch.Tensor] = []
-        self._tokens = 0
-
-    def loss(self, loss: torch.Tensor, divisor: int) -> None:
-        """One more, which is divided before it is differentiated; what it becomes later does not matter."""
-        kind = torch.promote_types(loss.dtype, torch.float32)
-        self._losses.append(loss.detach().mean(dtype=kind) / divisor)  # a copy: graphs write theirs again
-
-    def batch(self, *batch: Any) -> None:
-        """What the module is called with, to be trained with."""
-        self._tokens += tokens_of(batch)
-
-    def drop(self) -> None:
-        """The window is given up."""
-        self._losses.clear()
-        self._tokens = 0
-
-    def take(self) -> tuple[torch.Tensor | None, int]:
-        """The sum of the losses, 0-dim, None where there are none; and the tokens. At the end of the window.
-
-        The sum is what the optimizer step's gradients are of.
-        """
-        losses, tokens = self._losses, self._tokens
-        self._losses, self._tokens = [], 0
-        return torch.stack(losses).sum() if losses else None, tokens
 
 
 def tokens_of(batch: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import xxhash
 
@@ -15,7 +15,7 @@ from zeroweave.optim.options import Options, difference, packed
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Agreement, Control, Decision, Diverged, decide
 from zeroweave.ranks.differ import MODULES, first_difference
-from zeroweave.ranks.notes import Notes
+from zeroweave.ranks.signals import Notes
 from zeroweave.schedule import Costs, Schedule
 
 SCHEDULE_SECONDS: Final = 30.0
@@ -43,7 +43,7 @@ class Agreements:
     they tell each other what was noted.
     """
 
-    def __init__(self, control: Control, transport: Wire, alarm: Alarm, progress: Progress, notes: Notes[Any]) -> None:
+    def __init__(self, control: Control, transport: Wire, alarm: Alarm, progress: Progress, notes: Notes) -> None:
         self._control, self._transport = control, transport
         self._alarm, self._progress, self.notes = alarm, progress, notes
         self._backwards = self._changes = self._agreed = 0

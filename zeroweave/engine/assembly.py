@@ -16,14 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 
 from zeroweave._triton import kernels
-from zeroweave.comm.choose import Choice
-from zeroweave.comm.fence import fenced
-from zeroweave.comm.grouped import Grouped
+from zeroweave.comm.copy_engine import Choice
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.paired import Paired
 from zeroweave.comm.places import Places, fixed_places
 from zeroweave.comm.process_group import take_device
 from zeroweave.comm.wire import Wire
+from zeroweave.comm.wrappers import Grouped, Paired, fenced
 from zeroweave.compile.regions import matching
 from zeroweave.config import Config
 from zeroweave.eager.access import Access
@@ -70,8 +68,7 @@ from zeroweave.parameters.weights import WeightsLike
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.faults import Faults
-from zeroweave.ranks.notes import Notes
-from zeroweave.ranks.signals import NUMBERS, Signals
+from zeroweave.ranks.signals import NUMBERS, Notes, listen
 from zeroweave.ranks.start import start_process_group
 from zeroweave.runtime.call_graphs import CallGraphs
 from zeroweave.runtime.cuda_capture import capture_for
@@ -198,8 +195,12 @@ def _assemble(
     capture = capture_for(device) if settings.compile.enabled and settings.compile.cuda_graphs else None
     call_graphs = None
     if capture is not None:
-        tell, checks = partial(_tell_no_graph, journal), settings.debug.check_graphs
-        call_graphs = CallGraphs(device, capture, tell, checks)
+        call_graphs = CallGraphs(
+            device,
+            capture,
+            lambda why: journal.tell("fallback", f"compile.cuda_graphs: {why}"),
+            settings.debug.check_graphs,
+        )
         ends.callback(call_graphs.close)
         if choice.least is None and control.world > 1:
             gathered_in = fixed_places(device, ledger.gauge("places"))
@@ -221,7 +222,7 @@ def _assemble(
     original = {name: p.dtype for name, p in named.items()}
     slot_of = {id(p): place[name] for name, p in named.items()}
     del named
-    stubs, notes = StubStatus(), Notes[Any]((*NUMBERS, SHORT))
+    stubs = StubStatus()
     module_parameters = rest(model, stubs, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
     sharded = None
     if optimizer is not None:
@@ -240,7 +241,7 @@ def _assemble(
         progress=guard.progress,
         guard=guard,
         journal=journal,
-        agreements=Agreements(control, transport, guard.alarm, guard.progress, notes),
+        agreements=Agreements(control, transport, guard.alarm, guard.progress, Notes((*NUMBERS, SHORT))),
         module_parameters=module_parameters,
         stubs=stubs,
         optimizer=sharded,
@@ -252,11 +253,7 @@ def _assemble(
     faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)
     there = frozenset(bucket.id for bucket in buckets if bucket.is_shard)
     facts = facts_of(settings, layouts, runtime.policy, sharded, choice.least, call_graphs is not None, there)
-    return _compose(parts, facts, asked.scheduler, Signals(notes), faults, sinks)
-
-
-def _tell_no_graph(journal: Journal, why: str) -> None:
-    journal.tell("fallback", f"compile.cuda_graphs: {why}")
+    return _compose(parts, facts, asked.scheduler, faults, sinks)
 
 
 def _refuse_experts(layouts: Iterable[BucketLayout], whole: Set[str]) -> None:
@@ -268,9 +265,7 @@ def _refuse_experts(layouts: Iterable[BucketLayout], whole: Set[str]) -> None:
         )
 
 
-def _compose(
-    parts: EngineContext, facts: Facts, lr_scheduler: Any, signals: Signals, faults: Faults, sinks: Sequence[Sink]
-) -> Engine:
+def _compose(parts: EngineContext, facts: Facts, lr_scheduler: Any, faults: Faults, sinks: Sequence[Sink]) -> Engine:
     """The engine, of objects that each know those before them."""
     settings, runtime = parts.config, parts.runtime
     sharing = ranks_beside(parts.control, parts.device)
@@ -300,9 +295,12 @@ def _compose(
     if settings.gather_after_step:
         shown.open()
     updating = faults.before(scaler, "take", "update")
-    step = OptimizerStep(parts, window, updating, scheduler, shown, _adaptive(parts), lr_scheduler)
+    adaptive, budget, clock = None, settings.offload.memory_budget, parts.transport.clock
+    if budget is not None and parts.optimizer is not None:
+        adaptive = Adaptive(parts.optimizer.offload, budget, clock.peak, clock.restart_peak)
+    step = OptimizerStep(parts, window, updating, scheduler, shown, adaptive, lr_scheduler)
     values = ParameterAccess(parts, window, scaler, shown)
-    checkpoints = Checkpoints(parts, window, step, scheduler, values, signals, faults)
+    checkpoints = Checkpoints(parts, window, step, scheduler, values, faults)
     if parts.optimizer is not None:
         served = StateDicts(
             parts.optimizer, parts.module_parameters.names, parts.transport, parts.control, checkpoints.alone
@@ -310,8 +308,7 @@ def _compose(
         parts.ends.callback(served.close)
         serve_modes(parts.optimizer.optimizer, parts.optimizer.groups, weak(values.optimizer_shown), parts.ends)
     if settings.checkpoint.save_on_signal is not None:
-        signals.listen()
-        parts.ends.callback(signals.close)
+        parts.ends.callback(listen(parts.agreements.notes).close)
 
     def stats() -> Stats:
         return Stats.read(parts, calls, step.traffic, scheduler)
@@ -321,12 +318,3 @@ def _compose(
     followers = AfterStep(parts.transport, checkpoints, log, samples)
     running = faults.before(calls, "forward", "forward")
     return Engine(parts, running, scheduler, window, step, values, checkpoints, followers, stats)
-
-
-def _adaptive(parts: EngineContext) -> Adaptive | None:
-    """What decides where the optimizer's states live, if the config leaves that open."""
-    budget = parts.config.offload.memory_budget
-    if budget is None or parts.optimizer is None:
-        return None
-    clock = parts.transport.clock
-    return Adaptive(parts.optimizer.offload, budget, clock.peak, clock.restart_peak)

@@ -194,8 +194,11 @@ class Calls:
                 return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
             args, kwargs = map_tensors(cast, tuple(args)), map_tensors(cast, dict(kwargs))
-        graphs = self._runtime.graphs
-        with self.session(None if graphs is None else shapes_of((args, kwargs))), self.compiling():
+        graphs, shapes = self._runtime.graphs, None
+        if graphs is not None:
+            leaves = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+            shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+        with self.session(shapes), self.compiling():
             result = own_outputs(function(*args, **kwargs), self._runtime)
             return result if graphs is None else map_tensors(graphs.own, result)
 
@@ -239,12 +242,6 @@ class Calls:
             call.remove()
         if self.templates is not None:
             self.templates.close()
-
-
-def shapes_of(tree: Any) -> Hashable:
-    """The shapes and dtypes of all tensors in nested containers, in their order."""
-    leaves, _ = flatten(tree)
-    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def loss_of(output: Any, batch: Any, loss: Loss) -> torch.Tensor:

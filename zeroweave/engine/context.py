@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroweave.comm.choose import Choice
+from zeroweave.comm.copy_engine import Choice
 from zeroweave.comm.wire import Wire
 from zeroweave.config import Config
 from zeroweave.engine.agreements import Agreements
@@ -58,20 +58,15 @@ class EngineContext:
     @property
     def described(self) -> dict[str, Any]:
         """What is trained and on what, for logs and reports: the model's class, ranks, device, versions and config."""
+        cuda = self.device.type == "cuda"
+        machine = torch.cuda.get_device_name(self.device) if cuda else platform.machine()
         return {
             "model": type(self.model).__name__,
             "world": self.control.world,
-            "device": _device_name(self.device),
+            "device": f"{self.device}, {machine}",
             "versions": _versions(),
             "config": self.config.model_dump(mode="json"),
         }
-
-
-def _device_name(device: torch.device) -> str:
-    """As in "cuda:0, NVIDIA H200"."""
-    if device.type == "cuda":
-        return f"{device}, {torch.cuda.get_device_name(device)}"
-    return f"{device}, {platform.machine()}"
 
 
 def _versions() -> dict[str, str]:

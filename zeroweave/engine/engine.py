@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Unpack
+from functools import wraps
+from typing import Any, Final, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -21,10 +22,30 @@ from zeroweave.engine.snapshot import tried_out
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.timing import Recording
-from zeroweave.engine.untraced import untraced
 from zeroweave.engine.window import Window
 from zeroweave.layout import BucketLayout, Fragment
 from zeroweave.schedule import Instruction, Operations, Pass, Schedule
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_REASON: Final = "the engine compiles the model itself, and nothing can span its calls"
+
+
+def _untraced(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`method`, at which a program's own `torch.compile` breaks its graph.
+
+    The engine compiles what the model computes. Around that it talks to other ranks and exchanges parameters, and
+    Dynamo would end with an internal error in the middle of it.
+    """
+
+    @wraps(method)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_dynamo_compiling():
+            # What the engine compiles itself is compiled in there as usual. Made here: it imports all of Dynamo.
+            return torch.compiler.disable(method, reason=_REASON)(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    return called
 
 
 class Engine:
@@ -104,7 +125,7 @@ class Engine:
         return self._stats()
 
     # ------------------------------------------------------------------ forward and backward
-    @untraced
+    @_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's module; floating inputs are cast to `precision.params` where that is set."""
         self._followers.batch(self.module.training and torch.is_grad_enabled(), args, kwargs)
@@ -114,7 +135,7 @@ class Engine:
         with self._guard("forward"):
             return self._calls.forward(args, kwargs, chunked)
 
-    @untraced
+    @_untraced
     def train_step(self, batch: Any, loss: Loss = None) -> torch.Tensor:
         """One micro-step: forward, loss, backward, `step()`. Returns the detached, unscaled loss.
 
@@ -131,7 +152,7 @@ class Engine:
         self._followers.step_ended(self._micro_step())
         return found.detach()
 
-    @untraced
+    @_untraced
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         """The backward of `loss` times the loss scale, divided by the accumulation count unless told not to."""
         self._backward(loss, retain_graph, scale_wrt_gas)
@@ -141,7 +162,7 @@ class Engine:
         with self._guard("backward"):
             self._window.backward(self._window.scale(loss, by_steps=scale_wrt_gas), retain_graph)
 
-    @untraced
+    @_untraced
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale, divided by the accumulated micro-steps; float32 at least where it is scaled."""
         self._followers.loss(loss, self._window.divisor)
@@ -196,7 +217,7 @@ class Engine:
         """Says whether the present micro-step ends its window, until said otherwise; None: count again."""
         self._window.set_boundary(is_boundary)
 
-    @untraced
+    @_untraced
     def step(self) -> None:
         """Ends a micro-step; at the boundary, the optimizer step. To be called after every backward."""
         self._followers.step_ended(self._micro_step())
@@ -213,7 +234,7 @@ class Engine:
         """True if the last `step()` ran the optimizer: not inside a window, nor where gradients were not finite."""
         return self._step.applied
 
-    @untraced
+    @_untraced
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales the window's gradients to a global 2-norm of at most `max_norm`; returns the norm before.
 
@@ -226,12 +247,12 @@ class Engine:
         """The global 2-norm that the last clipping found, before it; None if nothing was clipped yet."""
         return self._step.norm
 
-    @untraced
+    @_untraced
     def zero_grad(self) -> None:
         """Drops the window's gradients; after an exception on all ranks, all that it left."""
         with self._guard("zero_grad", clean=False):
             self._window.abort()
-        self._followers.aborted()
+        self._followers.window_ended()
 
     def profiling(self) -> AbstractContextManager[Ledger]:
         """Inside, steps run without any communication; afterwards everything that they changed is as before.

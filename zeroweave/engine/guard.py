@@ -36,7 +36,7 @@ class Progress:
         return self.step, self.ledger.count
 
 
-class Guard:
+class Guard(AbstractContextManager[None]):
     """Tells the other ranks about exceptions, and refuses what cannot work after one.
 
     The same exception on all ranks leaves the engine `dirty`: only what is called with `clean=False` (`zero_grad`,
@@ -48,6 +48,8 @@ class Guard:
         self.dirty = self.destroyed = False
         self.alarm, self.progress = alarm, progress
         self._active = False
+        self._place, self._clean = "", True
+        """of the block that is open, or was last"""
         self._told: BaseException | None = None
         """the last exception that the other ranks were told of inside a block of `around`"""
         self._around = False
@@ -59,27 +61,35 @@ class Guard:
         """
         if self.destroyed:
             raise EngineError(f"[ZW403] {place} on a destroyed engine: make a new one with zeroweave.initialize")
-        return nullcontext() if self._active else _Block(self, place, clean)
+        if self._active:
+            return nullcontext()
+        self._place, self._clean = place, clean
+        return self
 
-    def enter(self, place: str, clean: bool) -> None:
-        """A block begins."""
+    # No generator: its frames would stand in every error that a user reads.
+    def __enter__(self) -> None:
         self._active = True
-        self.progress.ledger.at(f"in {place}")
-        if self.alarm.fatal is not None:
-            raise RankFailure(self.alarm.fatal)
-        if clean and self.dirty:
-            raise EngineError(f"[ZW404] {place} after an exception: call engine.zero_grad() first, on all ranks")
+        try:
+            self.progress.ledger.at(f"in {self._place}")
+            if self.alarm.fatal is not None:
+                raise RankFailure(self.alarm.fatal)
+            if self._clean and self.dirty:
+                raise EngineError(
+                    f"[ZW404] {self._place} after an exception: call engine.zero_grad() first, on all ranks"
+                )
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
 
-    def leave(self, place: str, error: BaseException | None) -> None:
-        """It ends; `error` leaves it."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
             if isinstance(error, RankFailure | AgreementError):
                 error.__traceback__, error.__cause__ = None, None  # where in here it was noticed says nothing
             if error is not None:
-                self._tell(place, error)
+                self._tell(self._place, error)
         finally:
             self._active = False
-            self.progress.ledger.at(f"after {place}")
+            self.progress.ledger.at(f"after {self._place}")
 
     @contextmanager
     def cleaning(self) -> Iterator[None]:
@@ -124,22 +134,3 @@ class Guard:
         """The end of the engine: everything is refused from now on."""
         self.destroyed = True
         self.alarm.close()
-
-
-class _Block:
-    """A guarded block. No generator: its frames would stand in every error that a user reads."""
-
-    __slots__ = ("_clean", "_guard", "_place")
-
-    def __init__(self, guard: Guard, place: str, clean: bool) -> None:
-        self._guard, self._place, self._clean = guard, place, clean
-
-    def __enter__(self) -> None:
-        try:
-            self._guard.enter(self._place, self._clean)
-        except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._guard.leave(self._place, error)

@@ -184,7 +184,9 @@ class ParameterAccess:
                             write_check.gives_up(label, control)
                     raise
             with self._guard("the end of full_parameters", clean=False):
-                if wrong := write_check.moved(self.shown.views, self._places_of_buckets()):
+                held = self._runtime.directory.places
+                places = {name: (self._runtime.buckets[held[name][0]], held[name][1]) for name in self.shown.views}
+                if wrong := write_check.moved(self.shown.views, places):
                     write_check.gives_up(label, control)
                 refused = wrong or write_check.keep(buckets, before, control, label)
             if wrong:
@@ -205,10 +207,6 @@ class ParameterAccess:
                 self.shown.open()
         for bucket in buckets:
             bucket.check_alone()
-
-    def _places_of_buckets(self) -> dict[str, tuple[Bucket, int]]:
-        places, buckets = self._runtime.directory.places, self._runtime.buckets
-        return {name: (buckets[places[name][0]], places[name][1]) for name in self.shown.views}
 
     def state_dict(self) -> dict[str, Any]:
         return self._on_rank_0("state_dict")[1]

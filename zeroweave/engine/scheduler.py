@@ -157,7 +157,7 @@ class Scheduler:
             self._as_expected = False
             self._follow(None)
             self._kinds.restart(None)
-            self.timing.skip()
+            self.timing.next_window(None)
             return None
         kind = self._kinds.of(candidate, decision.record)
         same = self._as_expected = self._kind is kind and kind.schedule.fingerprint == candidate.fingerprint
@@ -250,19 +250,8 @@ class Scheduler:
             self.timing.next_window(True)
 
     # ------------------------------------------------------------------ changes that are asked for
-    @contextmanager
-    def returning(self) -> Iterator[None]:
-        """What is followed now is followed again after the block. Collective there, between windows."""
-        schedule, settings, measured = self.schedule, self.settings, self._measured
-        if schedule is None:
-            yield
-            return
-        yield
-        with self._guard("use"):
-            self.use(schedule, settings, measured)
-
     @property
-    def _measured(self) -> Schedule | None:
+    def measured(self) -> Schedule | None:
         """The schedule whose costs the next window's was made from."""
         return None if self._kind is None else self._kind.measured
 
@@ -304,7 +293,7 @@ class Scheduler:
             self._settle_on(settings)
             self._kinds.restart(None)
             return None
-        costs, measured = (None, None) if self._kind is None else (self._kind.costs, self._measured)
+        costs, measured = (None, None) if self._kind is None else (self._kind.costs, self.measured)
         schedule = self._asked_for(current.record, settings, costs, measured)
         self._runtime.places.spare()
         self.use(schedule, settings, measured)
@@ -337,6 +326,10 @@ class Plan:
     @contextmanager
     def execute(self) -> Iterator[Schedule]:
         """Steps inside follow it, later ones what was followed before. Collective, between two optimizer steps."""
-        with self._scheduler.returning():
-            self.use()
-            yield self.schedule
+        scheduler = self._scheduler
+        before, settings, measured = scheduler.schedule, scheduler.settings, scheduler.measured
+        self.use()
+        yield self.schedule
+        if before is not None:
+            with self._guard("use"):
+                scheduler.use(before, settings, measured)

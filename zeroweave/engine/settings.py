@@ -123,13 +123,13 @@ def facts_of(
     `least`: bytes from which on a bucket has a place where copy engines gather it; None: they gather none. `fixed`: all
     buckets have fixed addresses, which CUDA graphs need; those that the stage keeps have them without a place.
     """
-
-    def has_place(bucket: BucketLayout) -> bool:
-        return (least is not None and bucket.nbytes >= least) or (fixed and bucket.id not in policy.kept_by_stage)
-
     layouts = tuple(layouts)
     whole = config.gradient_clipping is not None or checks(config, layouts)
-    placed = frozenset(b.id for b in layouts if b.world > 1 and has_place(b))
+    placed = frozenset(
+        b.id
+        for b in layouts
+        if b.world > 1 and ((least is not None and b.nbytes >= least) or (fixed and b.id not in policy.kept_by_stage))
+    )
     in_turn = optimizer is not None and optimizer.by_bucket
     return Facts(
         tuple(BucketFacts(b.id, b.name, 0 if b.id in there else b.nbytes, b.trainable) for b in layouts),
@@ -258,15 +258,13 @@ def settings_of(config: Config) -> ScheduleSettings:
 
 def passes_of(config: Config) -> list[Pass]:
     """The user's passes that a config names; ConfigError where they cannot be imported."""
-    return [_import(name) for name in config.compile.passes]
-
-
-def _import(name: str) -> Pass:
-    """The function of "module:function"."""
-    try:
-        found = pkgutil.resolve_name(name) if ":" in name else None
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"[ZW107] compile.passes: {name!r} cannot be imported: {error}") from None
-    if not callable(found):
-        raise ConfigError(f"compile.passes must be functions as 'module:function', not {name!r}")
-    return found
+    passes: list[Pass] = []
+    for name in config.compile.passes:
+        try:
+            found = pkgutil.resolve_name(name) if ":" in name else None
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"[ZW107] compile.passes: {name!r} cannot be imported: {error}") from None
+        if not callable(found):
+            raise ConfigError(f"compile.passes must be functions as 'module:function', not {name!r}")
+        passes.append(found)
+    return passes

@@ -330,18 +330,13 @@ def load_state_dict(given: Mapping[str, Any], parts: EngineContext, lent: Lent) 
             buffer.copy_(given[name])
         share(buffer, runtime)
     if extra:
-        _share_extra(extra, parts.control)
-
-
-def _share_extra(modules: Mapping[str, nn.Module], control: Control) -> None:
-    """Rank 0's extra state on all ranks. Collective."""
-    told = io.BytesIO()
-    if control.rank == 0:
-        torch.save({name: module.get_extra_state() for name, module in modules.items()}, told)
-    told = io.BytesIO(control.broadcast_object(told.getvalue(), label="extra state"))
-    if control.rank:
-        for name, state in torch.load(told, map_location="cpu", weights_only=False).items():  # by this very program
-            modules[name].set_extra_state(state)
+        told = io.BytesIO()
+        if parts.control.rank == 0:
+            torch.save({name: module.get_extra_state() for name, module in extra.items()}, told)
+        told = io.BytesIO(parts.control.broadcast_object(told.getvalue(), label="extra state"))
+        if parts.control.rank:
+            for name, state in torch.load(told, map_location="cpu", weights_only=False).items():  # of this very program
+                extra[name].set_extra_state(state)
 
 
 def share(buffer: torch.Tensor, runtime: Runtime) -> None:

@@ -64,25 +64,9 @@ class Timing:
 
         A step that was not `applied` says nothing about the time that steps take.
         """
-        return self._take() if applied else None
-
-    def next_window(self, wanted: bool) -> None:
-        """The window that begins is timed if that is wanted, or a recording is open."""
-        self._note(Timeline(self._parts.transport.clock) if wanted or self._recordings else None)
-
-    def skip(self) -> None:
-        """The window that begins is not timed, nor recorded."""
-        self._note(None)
-
-    def _note(self, timeline: Timeline | None) -> None:
-        self._timeline = timeline
-        self._parts.runtime.replay.executor.note_times(timeline)
-        self._parts.transport.time(None if timeline is None else timeline.collectives)
-
-    def _take(self) -> Step | None:
         replay = self._parts.runtime.replay
         timeline, schedule = self._timeline, replay.schedule
-        if timeline is None or schedule is None or not replay.following:
+        if not applied or timeline is None or schedule is None or not replay.following:
             return None
         try:
             step = timeline.step(schedule)
@@ -91,6 +75,13 @@ class Timing:
         for recording in self._recordings:
             recording.steps.append(step)
         return step
+
+    def next_window(self, wanted: bool | None) -> None:
+        """The window that begins is timed if that is wanted, or a recording is open; None: in no case."""
+        timed = wanted is not None and (wanted or self._recordings)
+        timeline = self._timeline = Timeline(self._parts.transport.clock) if timed else None
+        self._parts.runtime.replay.executor.note_times(timeline)
+        self._parts.transport.time(None if timeline is None else timeline.collectives)
 
     @contextmanager
     def record(self) -> Iterator[Recording]:

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zeroweave._torch.distributed import end_process_group
-from zeroweave.comm.choose import Asked, Choice, choose, no_room, refused
-from zeroweave.comm.copy_engine import CopyEngines
+from zeroweave.comm.copy_engine import Asked, Choice, CopyEngines, choose, no_room, refused
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.places import Places
 from zeroweave.comm.process_group import make_transport, own_group

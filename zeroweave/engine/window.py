@@ -55,16 +55,6 @@ class Window(Observer):
         self._warned = False
         """true if a warning has said that a loss was not"""
 
-    @property
-    def steps(self) -> int:
-        """Micro-steps of the open window so far."""
-        return self._steps
-
-    @property
-    def begins(self) -> bool:
-        """True if a backward now would be the first of a window."""
-        return not self._steps and self._parts.between_windows
-
     def remember(self) -> Callable[[], None]:
         """What brings back, of all that steps change, what `abort` leaves."""
         now = self.micro_steps, self.said

@@ -13,7 +13,7 @@ from zeroweave._torch.fake import OperatorMode
 from zeroweave._torch.fx import flatten
 from zeroweave._torch.storages import storage_key
 from zeroweave.comm.clock import Clock, Tell
-from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.ledger import Gauge
 from zeroweave.plan.hardware import Hardware
 from zeroweave.plan.work import eager_seconds
 

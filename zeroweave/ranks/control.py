@@ -190,9 +190,9 @@ class Control:
         """Every rank's picklable `item`, in rank order."""
         return [pickle.loads(theirs) for theirs in self.all_gather_bytes(pickle.dumps(item), label)]
 
-    def broadcast_object(self, item: Any, source: int = 0, label: str = "broadcast_object") -> Any:
-        """The picklable `item` of rank `source`; the others' are ignored."""
-        return pickle.loads(self.all_gather_bytes(pickle.dumps(item) if self.rank == source else b"", label)[source])
+    def broadcast_object(self, item: Any, label: str = "broadcast_object") -> Any:
+        """The picklable `item` of rank 0; the others' are ignored."""
+        return pickle.loads(self.all_gather_bytes(b"" if self.rank else pickle.dumps(item), label)[0])
 
     def all_gather_bytes(
         self, data: bytes, label: str = "all_gather_bytes", deadline_seconds: float | None = None

@@ -203,10 +203,14 @@ class Coordinator:
             return
         everything, self._brought = self._brought, {}
         try:
-            _same_place({rank: brought.label for rank, brought in everything.items()})
-            answer = Answer(
-                self._reduce[everything[0].kind]({rank: everything[rank].data for rank in range(self._world)})
-            )
+            first = everything[0]
+            for other, theirs in sorted(everything.items()):
+                if not same(theirs.label, first.label):
+                    raise AgreementError(
+                        f"the ranks are in different places: rank 0 at '{first.label}', rank {other} at "
+                        f"'{theirs.label}'{advice(first.label, theirs.label)}"
+                    )
+            answer = Answer(self._reduce[first.kind]({rank: everything[rank].data for rank in range(self._world)}))
         except ZeroweaveError as error:
             answer = Answer(error=error)
         self._send("control", (*range(1, self._world), 0), *answer)
@@ -360,13 +364,3 @@ class Coordinator:
             else:
                 known = [reason] if told is None else [each for other, each in told.items() if other != rank][:_TOLD]
                 self._send("alarm", [rank], "verdict", found, known, missed)
-
-
-def _same_place(labels: dict[int, str]) -> None:
-    first = labels[0]
-    for rank, label in sorted(labels.items()):
-        if not same(label, first):
-            raise AgreementError(
-                f"the ranks are in different places: rank 0 at '{first}', rank {rank} at '{label}'"
-                + advice(first, label)
-            )

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1, noted on the rank that they come to, until all ranks know of them and act together."""
+"""SIGTERM and SIGUSR1: what comes to one rank is noted there until all ranks know of it and act together."""
 
 from __future__ import annotations
 
@@ -6,55 +6,73 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from zeroweave.errors import EngineError
-from zeroweave.ranks.notes import Notes
 
 NUMBERS: Final = (signal.SIGTERM, signal.SIGUSR1)
+K = TypeVar("K", bound=Hashable)
 
 
-class Signals:
-    """The signals of one engine. None is noted before `listen`, nor after `close` or once the engine is gone.
+class Notes:
+    """What comes to single ranks of one engine, noted there until all ranks know of it and act together.
 
-    Then, and in forked children, they do what they did before. What handled them before `listen` hears of noted ones
-    as well. `notes`: where they are noted, by their numbers, beside other things.
+    `kinds`: what can be noted, the same on all ranks.
     """
 
-    def __init__(self, notes: Notes[Any]) -> None:
-        self._notes = notes
-        self._handlers: list[_Handler] = []
+    def __init__(self, kinds: Sequence[Hashable]) -> None:
+        self._noted = dict.fromkeys(kinds, False)
+        self._agreed: set[Hashable] = set()
 
-    def listen(self) -> None:
-        """From now on signals are noted. In the main thread."""
-        self._handlers = [_Handler(number, self) for number in NUMBERS]
+    def note(self, kind: Hashable) -> None:
+        """This rank has it."""
+        self._noted[kind] = True
 
-    def note(self, number: signal.Signals) -> None:
-        self._notes.note(number)
+    @property
+    def flags(self) -> bytes:
+        """What this rank has noted: a byte each."""
+        return bytes(self._noted.values())
 
-    def take(self) -> frozenset[signal.Signals]:
-        """The signals that all ranks know of, once."""
-        return self._notes.take(NUMBERS)
+    def agree(self, flags: bytes) -> None:
+        """`flags` of any rank. What comes from now on is noted anew."""
+        for kind, noted in zip(self._noted, flags, strict=True):
+            if noted:
+                self._noted[kind] = False
+                self._agreed.add(kind)
 
-    def close(self) -> None:
-        """What handled signals before handles them again."""
-        while self._handlers:
-            self._handlers.pop().close()
+    def take(self, kinds: Sequence[K]) -> frozenset[K]:
+        """Which of these all ranks know of, once."""
+        taken = frozenset(kind for kind in kinds if kind in self._agreed)
+        self._agreed -= taken
+        return taken
+
+
+def listen(notes: Notes) -> ExitStack:
+    """Notes signals by their numbers until what this returns is closed, or `notes` are gone. In the main thread.
+
+    Then, and in forked children, they do what they did before. What handled them before hears of noted ones as well.
+    """
+    listening = ExitStack()
+    for number in NUMBERS:
+        listening.callback(_Handler(number, notes).close)
+    return listening
 
 
 class _Handler:
-    """Handles one signal of this process. It does not keep the engine alive."""
+    """Handles one signal of this process. It does not keep the notes, and so the engine, alive."""
 
-    def __init__(self, number: signal.Signals, signals: Signals) -> None:
-        self._number, self._signals, self._process = number, weakref.ref(signals), os.getpid()
+    def __init__(self, number: signal.Signals, notes: Notes) -> None:
+        self._number, self._notes, self._process = number, weakref.ref(notes), os.getpid()
         self._open = True
         self._before: Any = signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        signals = self._signals()
-        if self._open and signals is not None and os.getpid() == self._process:
-            signals.note(self._number)
+        notes = self._notes()
+        if self._open and notes is not None and os.getpid() == self._process:
+            notes.note(self._number)
         elif self._before is signal.SIG_DFL:
             signal.signal(self._number, signal.SIG_DFL)
             os.kill(os.getpid(), self._number)

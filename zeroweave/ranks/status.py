@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from zeroweave.ranks.differ import Issued
 from zeroweave.ranks.process import host_of
 
 T = TypeVar("T")
+_NAMED: Final = 8
+"""Ranks that a message names, at most."""
 
 
 class Trail(Protocol):
@@ -180,7 +182,7 @@ def describe(error: BaseException, limit: int = 2000) -> str:
     return f"{type(error).__name__}: {error}"[:limit]
 
 
-def names(ranks: Mapping[int, str], most: int = 8) -> str:
+def names(ranks: Mapping[int, str]) -> str:
     """The first of these ranks, with what is said of each, and how many more there are."""
-    told = [f"rank {rank}{said}" for rank, said in list(ranks.items())[:most]]
-    return " and ".join(told) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+    told = [f"rank {rank}{said}" for rank, said in list(ranks.items())[:_NAMED]]
+    return " and ".join(told) + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")

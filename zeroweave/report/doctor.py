@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroweave.comm.choose import OLDEST_NCCL
+from zeroweave.comm.copy_engine import OLDEST_NCCL
 from zeroweave.report.links import links
 from zeroweave.report.links import measured as measured_links
 from zeroweave.report.settings import Check, of_this_machine

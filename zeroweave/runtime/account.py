@@ -8,9 +8,8 @@ import torch
 
 from zeroweave._torch.foreach import foreach_add_
 from zeroweave._torch.storages import storage_use_count
-from zeroweave.comm.gauge import Gauge
-from zeroweave.comm.parts import lay_out
-from zeroweave.comm.transport import Parts
+from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.transport import Parts, lay_out
 from zeroweave.compile.destinations import may_add
 from zeroweave.errors import EngineError, ParameterError, ZeroweaveError
 from zeroweave.runtime.bucket import Bucket

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from zeroweave._torch.storages import storage_key
-from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.ledger import Gauge
 from zeroweave.runtime.copies import CopyStream
 from zeroweave.runtime.storages import Group, Home, HostCopy, Saved, free_storages, unshared
 from zeroweave.runtime.timeline import Timeline

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from zeroweave._torch.storages import marks, owners, place_key, storage_key, storage_use_count, versions
-from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.ledger import Gauge
 from zeroweave.comm.places import Places
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 
 from zeroweave._torch.storages import storage_use_count
-from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.ledger import Gauge
 from zeroweave.comm.places import Place
 from zeroweave.comm.transport import Gatherer, Pending, Transport
 from zeroweave.errors import EngineError

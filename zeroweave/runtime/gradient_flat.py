@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from zeroweave._torch.storages import contiguous_stride, reinterpreted
-from zeroweave.comm.parts import lay_out
-from zeroweave.comm.transport import Parts
+from zeroweave.comm.transport import Parts, lay_out
 from zeroweave.runtime.bucket import Bucket
 
 Lend = Callable[[int, torch.dtype], torch.Tensor | None]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 
-from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.ledger import Gauge
 from zeroweave.comm.transport import ReduceOp, Transport
 from zeroweave.runtime.account import Account
 from zeroweave.runtime.bucket import Bucket

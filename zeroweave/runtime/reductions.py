@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.ledger import Gauge
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 
 

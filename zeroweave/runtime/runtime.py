@@ -23,7 +23,7 @@ from zeroweave._torch.autograd import (
     saves_through_hooks,
 )
 from zeroweave._torch.modes import unseen
-from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.ledger import Gauge
 from zeroweave.comm.places import Places
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zeroweave._torch.storages import storage_key, storage_use_count, use_count, view_base
-from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.ledger import Gauge
 from zeroweave.errors import EngineError
 from zeroweave.schedule import Call
 

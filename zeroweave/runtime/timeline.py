@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from zeroweave.comm.clock import Clock, Mark
-from zeroweave.comm.timed import Timing
+from zeroweave.comm.wrappers import Timing
 from zeroweave.schedule import Event, Instruction, Moment, Schedule, Step
 
 

@@ -22,7 +22,7 @@ import torch
 
 from zeroweave._torch.storages import versions
 from zeroweave.comm.clock import Clock, Mark
-from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.ledger import Gauge
 from zeroweave.comm.transport import Pending, Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout

@@ -17,8 +17,7 @@ from tests.support.harness import Pools
 from tests.support.marks import daily
 from tests.support.placed import Slabs
 from zeroweave import dc
-from zeroweave.comm.choose import no_room
-from zeroweave.comm.copy_engine import CopyEngineGathers
+from zeroweave.comm.copy_engine import CopyEngineGathers, no_room
 from zeroweave.comm.places import Places
 from zeroweave.comm.process_group import ProcessGroupTransport
 from zeroweave.dc.registered_buffer import BufferedGathers

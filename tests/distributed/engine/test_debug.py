@@ -15,7 +15,7 @@ from tests.support.dc_world import World
 from tests.support.harness import Pools
 from tests.support.marks import daily
 from tests.support.zoo import Block, Stack, rows
-from zeroweave.comm.fence import Fenced
+from zeroweave.comm.wrappers import Fenced
 
 SWITCHES = dict.fromkeys(
     ("sync_before_reduce", "sync_after_reduce", "sync_before_allgather", "sync_after_allgather", "check_every_step"),

@@ -19,7 +19,7 @@ from zeroweave.comm import process_group
 ROOT = Path(zw.__file__).parent
 ENTRIES = ("eager/hooks.py:__call__", "compile/bind.py:backward")
 """What the program calls: a module, and the compiled code of its backward."""
-PAIRED = "comm/around.py:all_gather"
+PAIRED = "comm/wrappers.py:all_gather"
 """That of `Paired`: on the way on the CPU alone, to compare what comes next."""
 MOST = 7
 

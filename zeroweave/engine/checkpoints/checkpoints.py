@@ -34,7 +34,7 @@ from zeroweave.errors import CheckpointError, EngineError
 from zeroweave.notices import warn
 from zeroweave.parameters.foreign import foreign_parameters
 from zeroweave.ranks.faults import Faults
-from zeroweave.ranks.signals import Signals
+from zeroweave.ranks.signals import NUMBERS
 
 StrPath: TypeAlias = str | os.PathLike[str]
 Plain: TypeAlias = Mapping[str, Any]
@@ -53,11 +53,10 @@ class Checkpoints:
         step: OptimizerStep,
         scheduler: Scheduler,
         values: ParameterAccess,
-        signals: Signals,
         faults: Faults,
     ) -> None:
         self._parts, self._control, self._window = parts, parts.control, window
-        self._values, self._signals, self._faults = values, signals, faults
+        self._values, self._faults = values, faults
         self._scheduler, self._staging = scheduler, parts.runtime.replay.executor.staging
         self._saved, self._loaded = Saved(parts, window, step, faults), Loaded(parts, window, step)
         self._async_save: AsyncSave | None = None
@@ -138,7 +137,7 @@ class Checkpoints:
         """Advances an asynchronous save; at the boundary, signals are obeyed. Collective."""
         if self._parts.transport.skips:
             return
-        signals, failure = self._signals.take() if boundary else frozenset(), None
+        signals, failure = self._parts.agreements.notes.take(NUMBERS) if boundary else frozenset(), None
         if self._async_save is not None:
             with self._parts.guard("step"):
                 failure = self._advance(wait=bool(signals))

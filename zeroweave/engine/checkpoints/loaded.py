@@ -28,23 +28,20 @@ class Loaded:
 
     def wanted(self) -> Wanted:
         """What the engine has for a checkpoint to fit."""
-        slots = [(b.layout, slot) for b in self._runtime.buckets.values() for slot in b.layout.slots]
-        parameters = {key: slot.shape for layout, slot in slots for key in layout.keys(slot.name)}
+        buckets = self._runtime.buckets.values()
+        held = [(key, slot, b) for b in buckets for slot in b.layout.slots for key in b.layout.keys(slot.name)]
+        parameters = {key: slot.shape for key, slot, _ in held}
         buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self._parts.model)}
         optimizer, scheduler = self._parts.optimizer, self._step.lr_scheduler
         extra = extra_states(self._parts.model).keys()
         if optimizer is None:
             return Wanted(parameters, buffers, extra=extra)
-        trained = {key for layout, slot in slots if layout.trainable for key in layout.keys(slot.name)}
         names = names_of(self._parts)
         groups = [[names[id(p)] for p in group["params"]] for group in optimizer.optimizer.param_groups]
         kind = None if scheduler is None else kind_of(scheduler)
         told = kind_of(optimizer.optimizer), groups
         refused = optimizer.offload.refused_in
-        buckets = self._runtime.buckets.values()
-        dtypes = {
-            f"param/{key}": b.dtype for b in buckets for slot in b.layout.slots for key in b.layout.keys(slot.name)
-        }
+        dtypes = {f"param/{key}": bucket.dtype for key, _, bucket in held}
 
         def clashes(state: Mapping[Any, Any]) -> list[str]:
             own = getattr(type(scheduler), "load_state_dict", None)
@@ -52,7 +49,7 @@ class Loaded:
                 return []  # the program's own scheduler may take any state
             return [repr(key) for key, value in state.items() if _clashes(scheduler, key, value)]
 
-        return Wanted(parameters, buffers, told, kind, trained, extra, refused, dtypes, clashes)
+        return Wanted(parameters, buffers, told, kind, extra, refused, dtypes, clashes)
 
     def load_extra(self, compatibility: Compatibility) -> None:
         """Hands the modules their extra state, which they may refuse."""
