@@ -15,7 +15,7 @@ from tests.gpu import copy_engine_jobs as jobs
 from tests.gpu import graph_jobs
 from tests.gpu.graph_jobs import Case
 from tests.gpu.leaving import WAYS
-from zeroweave.comm import choose
+from zeroweave.comm import copy_engine
 
 pytestmark = pytest.mark.gpus(2)
 Ranks = Callable[..., list[Any]]
@@ -75,7 +75,7 @@ def test_no_kernel_gathers(ranks: Ranks, stage: int) -> None:
 def test_all_ranks_choose_the_same_way(ranks: Ranks) -> None:
     (told, least, seconds, losses), *others = ranks(jobs.automatic)
     print(told, f"{seconds:.2f} s to initialize", sep="\n")
-    assert least == choose.LEAST
+    assert least == copy_engine.LEAST
     for other in others:
         assert other[:2] == (told, least)
     assert all(loss == loss for loss in losses)
