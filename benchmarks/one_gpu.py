@@ -13,10 +13,9 @@ Models have the published shapes and random weights. The loop is the ordinary on
 `+liger` patches the model with Liger's kernels; name arms with it last, since it patches classes as well. `+norope`
 leaves Liger's rotary embedding out, around which Liger 0.8.5 disables compilation. `+ligerloss` takes nothing but the
 fused loss of it. `+chunked` is zeroweave's own loss without logits. `+graphs` turns on `compile.cuda_graphs`. `+whole`
-compiles all layers as one.
-`+compact` keeps masters and moments in few bits. `+offload` keeps optimizer states in host memory. `+budget` recomputes
-activations as `--activation-budget` says. `+lora` freezes the model and trains low-rank layers of 16 beside all linear
-layers of its blocks.
+compiles all layers as one. `+compact` keeps masters and moments in few bits. `+offload` keeps optimizer states in host
+memory. `+budget` recomputes activations as `--activation-budget` says. `+lora` freezes the model and trains low-rank
+layers of 16 beside all linear layers of its blocks.
 
 A step ends when the stream of the computation is idle, and the next one begins. Offloaded states may still be on their
 way to host memory then.
@@ -214,11 +213,10 @@ def run(arm: str, asked: argparse.Namespace, device: torch.device, tell: Callabl
         step = engine_step(engine)
     elif kind == "deepspeed":
         step = deepspeed_step(model, asked.rate, asked.rows, asked.gas)
+    elif kind == "masters":
+        step = masters_step(model, asked.rate)
     else:
-        if kind == "masters":
-            step = masters_step(model, asked.rate)
-        else:
-            step = plain_step(model, asked.rate, "fp32" in extras, "whole" in extras)
+        step = plain_step(model, asked.rate, "fp32" in extras, "whole" in extras)
     sizes = asked.gas, asked.rows, asked.length
     generators = [torch.Generator().manual_seed(index) for index in range(BATCHES)]
     data = [torch.randint(3, shape.vocabulary, sizes, generator=each).to(device).unbind() for each in generators]
