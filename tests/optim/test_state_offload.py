@@ -279,6 +279,57 @@ def test_the_first_backward_says_what_the_second_will_need() -> None:
     assert rooms == [0, 0, 0, 0, 40, 80]
 
 
+class Mark:
+    """An event of the device, at a time. Everything is over."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def wait(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Mark) -> float:
+        return end.at - self.at
+
+
+@pytest.mark.parametrize("kind", ["adamw", "compact"])
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_came_before_the_update_goes_after_it(kind: str, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two buckets come in the backward, of which one is there when the update begins: so one goes in the forward."""
+    ahead, other = Ahead(kind), Ahead(kind, counts=False)
+    upload, times = ahead.transfers.upload, iter([1.0, 5.0])
+
+    def timed(hosts: Any) -> Upload:
+        made = upload(hosts)
+        made.event = Mark(next(times, 9.0))  # type: ignore[assignment]
+        return made
+
+    monkeypatch.setattr(ahead.transfers, "upload", timed)
+    monkeypatch.setattr(ahead.transfers, "now", lambda: Mark(3.0))
+    least = max(ahead.sizes)
+    for number in (1, 2):
+        ahead.offload.run_ahead()
+        ahead.call((1 << 20) - 2 * least)
+        ahead.offload.stand()
+        ahead.transfers.log.clear()
+        for one in (ahead, other):
+            step(one.rank, number)
+        down = sum(direction == "down" for direction, _ in ahead.transfers.log)
+        late = len(ahead.offload._late)
+        assert down == len(ahead.order) - late
+        assert late == (number > 1)
+        if reads:
+            ahead.offload.finish()
+        else:
+            ahead.call(0)
+        assert sum(direction == "down" for direction, _ in ahead.transfers.log) == len(ahead.order)
+        assert ahead.transfers.slack.states == 0
+    assert all(map(torch.equal, ahead.values(), other.values()))
+
+
 @pytest.mark.parametrize("kind", ["adamw", "compact"])
 def test_a_part_of_the_device_stays_free(kind: str) -> None:
     ahead = Ahead(kind)

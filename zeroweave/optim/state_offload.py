@@ -176,6 +176,12 @@ class StateOffload:
         """in which buckets are updated, or were in the last step"""
         self._ahead = False
         """true from a window's last backward to its update"""
+        self._early: list[tuple[int, torch.Event]] = []
+        """bytes of each bucket that was lifted in the last backward, and when they had come"""
+        self._due: torch.Event | None = None
+        """when the update after it could begin"""
+        self._late: frozenset[int] = frozenset()
+        """buckets whose downloads begin with the next forward"""
         for moments in self._moments.values():
             transfers.download(moments.lower())
 
@@ -218,7 +224,25 @@ class StateOffload:
         for bucket in set(self._lifted).difference(order):
             self.abort(bucket)
         self._ahead, self._order = False, tuple(order)
+        self._hold_back()
         self._lift_more(self._transfers.slack.room, least=1)
+
+    def _hold_back(self) -> None:
+        """What an update sends in addition to what it receives goes in the next forward: the last buckets of its order.
+
+        Both directions take equally long. So as many bytes remain as had come before the update, in the step before.
+        """
+        if (due := self._due) is not None and due.query() and all(come.query() for _, come in self._early):
+            room = sum(nbytes for nbytes, come in self._early if come.elapsed_time(due) >= 0)
+            late = set[int]()
+            for bucket in reversed(self._order):
+                room -= self._nbytes(bucket)
+                if room < 0:
+                    break
+                late.add(bucket)
+            self._late = frozenset(late)
+        self._early = [(self._bytes[b], upload.event) for b, upload in self._lifted.items() if upload.event is not None]
+        self._due = self._transfers.now()
 
     def _lift_more(self, room: int, after: int | None = None, least: int = 0) -> None:
         """Lifts the buckets whose turns follow that of `after`, or all: `least` in any case, more while there is room.
@@ -348,7 +372,8 @@ class StateOffload:
             if bucket in self._moments:
                 copies += self._moments[bucket].lower()
             self._count(bucket, 0)
-            self._transfers.download(copies)
+            begin = self._transfers.download_later if bucket in self._late else self._transfers.download
+            begin(copies)
 
     # ------------------------------------------------------------------ where they live
     def on_host(self, moments: bool = True) -> tuple[int, ...]:

@@ -116,8 +116,20 @@ class CopyStream:
         return lent(tensor)
 
     def mark(self) -> torch.Event | None:
-        """The end of what has been issued so far, for `wait`."""
-        return None if self.stream is None else self.stream.record_event()
+        """The end of what has been issued so far, for `wait`, and to be compared with `now`."""
+        if self.stream is None:
+            return None
+        event = torch.Event(device=self._device, enable_timing=True)
+        event.record(self.stream)
+        return event
+
+    def now(self) -> torch.Event | None:
+        """The end of what the current stream has been given so far; None on the CPU."""
+        if self.stream is None:
+            return None
+        event = torch.Event(device=self._device, enable_timing=True)
+        event.record(self.current())
+        return event
 
     def wait(self, mark: torch.Event | None) -> None:
         """Work that the current stream is given from now on follows a mark; inside `issue`, copies follow it."""

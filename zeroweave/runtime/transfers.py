@@ -268,6 +268,8 @@ class Transfers:
         self._leaving: deque[_Leaving] = deque()
         self._calls = 0
         self.slack = Slack(self._up.in_use, self._up.capacity)
+        self._held: list[Download] = []
+        """those that begin with the next call"""
         self._any = False
         """true once anything has been downloaded"""
         self._ahead: Callable[[], bool] | None = None
@@ -280,6 +282,8 @@ class Transfers:
     @torch.no_grad()
     def upload(self, hosts: Sequence[HostTensor]) -> Upload:
         """Starts to copy tensors to the device."""
+        if not {id(host) for host in hosts}.isdisjoint(id(copy.host) for copy in self._held):
+            self.release()
         copies = tuple(torch.empty(h.tensor.shape, dtype=h.tensor.dtype, device=self.device) for h in hosts)
         with self._up.issue():  # after all work that may still use freed memory
             for host, copy in zip(hosts, copies, strict=True):
@@ -289,6 +293,24 @@ class Transfers:
         for host in hosts:
             host.busy_until(mark)
         return Upload(copies, mark, [host.tensor for host in hosts])
+
+    def now(self) -> torch.Event | None:
+        """The end of what the current stream has been given so far; None on the CPU."""
+        return self._up.now()
+
+    def download_later(self, copies: Sequence[Download]) -> None:
+        """Starts to copy tensors to host memory when the next call begins, or when one of them is needed there.
+
+        The GPU copies to the host in order. So a program that reads a value in between does not wait for these.
+        """
+        self._held += copies
+        self.slack.add(sum(copy.tensor.nbytes for copy in copies))
+
+    def release(self) -> None:
+        """Starts the copies of `download_later`."""
+        held, self._held = self._held, []
+        self.slack.add(-sum(copy.tensor.nbytes for copy in held))
+        self.download(held)
 
     @torch.no_grad()
     def download(self, copies: Sequence[Download]) -> None:
@@ -320,6 +342,8 @@ class Transfers:
 
     def make_room(self, nbytes: int, most: int) -> None:
         """Frees the tensors of the oldest downloads until there is room for `nbytes`, or `most` downloads are left."""
+        if self._held and self.slack.room <= nbytes:
+            self.release()
         while len(self._leaving) > most and self.slack.room <= nbytes:
             self._retire()
 
@@ -347,6 +371,7 @@ class Transfers:
         """
         if not self._any and self._ahead is None:
             return
+        self.release()
         self.slack.call_begins()
         self._calls += 1
         while self._leaving and (self._leaving[0].event.query() or self._is_time()):
@@ -359,6 +384,7 @@ class Transfers:
 
     def finish(self) -> None:
         """The host waits for all copies: it may read and write host tensors from here on."""
+        self.release()
         self._up.finish()
         self._down.finish()
         while self._leaving:
