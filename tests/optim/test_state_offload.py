@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,13 +148,13 @@ class Ahead:
     `kind`: as of KINDS; or "compact", which is AdamW.
     """
 
-    def __init__(self, kind: str, counts: bool = True) -> None:
+    def __init__(self, kind: str, counts: bool = True, fills: bool = False) -> None:
         made = KINDS["adamw" if kind == "compact" else kind]
         self.rank = Rank(build_net(), made, 0, 1, torch.bfloat16, "optimizer", compact=kind == "compact")
         self.offload, self.transfers, self.calls = self.rank.sharded.offload, Noting(), 0
         self.capacity = 1 << 30
         if counts:
-            self.transfers.slack = slack = Slack(lambda: self.calls + slack.states, lambda: self.capacity)
+            self.transfers.slack = slack = Slack(lambda: self.calls + slack.states, lambda: self.capacity, fills)
         self.offload._transfers = self.transfers
         for moments in self.offload._moments.values():
             moments._transfers = self.transfers
@@ -327,6 +328,20 @@ def test_what_came_before_the_update_goes_after_it(kind: str, reads: bool, monke
             ahead.call(0)
         assert sum(direction == "down" for direction, _ in ahead.transfers.log) == len(ahead.order)
         assert ahead.transfers.slack.states == 0
+    assert all(map(torch.equal, ahead.values(), other.values()))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "compact"])
+def test_states_may_fill_what_no_step_has_needed(kind: str) -> None:
+    ahead, other = Ahead(kind, fills=True), Ahead(kind, counts=False)
+    first, second, third = ahead.sizes[:3]
+    ahead.capacity = math.ceil(((1 << 20) + first + second + third) / 0.85)
+    ahead.offload.run_ahead()
+    assert ahead.call((1 << 20) + third) == ahead.order[:2]
+    assert ahead.call((1 << 20) + 1) == [], "fifteen hundredths are left"
+    assert ahead.call(1 << 20) == ahead.order[2:3]
+    for one in (ahead, other):
+        step(one.rank, 1)
     assert all(map(torch.equal, ahead.values(), other.values()))
 
 

@@ -60,6 +60,7 @@ def policy_of(
         accumulate_dtype=getattr(torch, precision.accumulate),
         masters_off=config.offload.optimizer != "none" or config.offload.params,
         params_off=config.offload.params,
+        states_fill=config.offload.optimizer == "all" and all(b.world == b.groups == 1 for b in layouts),
         remainder=_REMAINDERS[precision.master],
         compact=frozenset(b.id for b in few if any(slot.name in updated for slot in b.slots)),
         keep_gradient_targets=config.debug.keep_gradient_targets,

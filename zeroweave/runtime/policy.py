@@ -28,6 +28,8 @@ class Policy:
     """True if masters that are wider than the gathered dtype are in host memory"""
     params_off: bool = False
     """True if all shards are, too"""
+    states_fill: bool = False
+    """states on their way to an update may take device memory that no step has needed: one rank keeps nothing there"""
     remainder: torch.dtype | None = None
     """float32 masters of bfloat16 are kept as bfloat16 and a remainder of this dtype; None: in float32"""
     compact: frozenset[int] = frozenset()

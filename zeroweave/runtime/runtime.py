@@ -77,7 +77,7 @@ class Runtime:
         self.flats = Gauge()
         """bytes of all flats that are unsharded"""
         device = transport.empty(0, torch.uint8).device
-        self.transfers = Transfers(device, issuing, streams)
+        self.transfers = Transfers(device, issuing, streams, policy.states_fill)
         off = policy.masters_off, policy.params_off
         kinds = {b.id: torch.int8 if b.id in policy.compact else policy.remainder for b in layouts}
         dtypes = {b.id: getattr(torch, b.dtype) for b in layouts}

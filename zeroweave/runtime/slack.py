@@ -1,4 +1,4 @@
-"""Slack: how far memory in use is below the most that is in use as calls begin. States may travel in it."""
+"""Slack: how far memory in use, as calls begin, is below what may be in use. States may travel in it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ class Slack:
     """Counts memory in use as calls begin. What a call allocates inside is not counted, and can raise a step's peak.
 
     `in_use()`: bytes of device memory; always 0 where they are not counted. `capacity()`: so many there can be.
-    `states`: those bytes in use that states on their way take.
+    `states`: those bytes in use that states on their way take. `fills`: states may take what no step has needed;
+    otherwise no more is in use with them than has been without.
     """
 
-    def __init__(self, in_use: Callable[[], int], capacity: Callable[[], int]) -> None:
-        self._in_use, self._capacity = in_use, capacity
+    def __init__(self, in_use: Callable[[], int], capacity: Callable[[], int], fills: bool = False) -> None:
+        self._in_use, self._capacity, self._fills = in_use, capacity, fills
         self._most = self._limit = 0
         """in use at most as a call began, states on their way aside; and what they may not exceed"""
         self._course: list[int] = []
@@ -56,9 +57,14 @@ class Slack:
         self.states += nbytes
 
     @property
+    def _allowed(self) -> int:
+        """Bytes that may be in use with states."""
+        return self._limit if self._fills else min(self._most, self._limit)
+
+    @property
     def room(self) -> int:
         """Bytes that further states may take now. At most 0 where memory is not counted."""
-        return min(self._most, self._limit) - self._in_use()
+        return self._allowed - self._in_use()
 
     @property
     def lasting_room(self) -> int:
@@ -69,4 +75,4 @@ class Slack:
         call = len(self._course) - 1
         if not 0 <= call < len(self._needed):
             return 0
-        return min(self.room, min(self._most, self._limit) - self.states - self._needed[call])
+        return min(self.room, self._allowed - self.states - self._needed[call])

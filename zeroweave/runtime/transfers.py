@@ -253,7 +253,8 @@ class _Gathering:
 class Transfers:
     """The copies of one engine. `staged` counts the bytes of parameters that are on the device to be gathered.
 
-    `issuing` is the scope of work that counts as a part of a gather. `streams` makes the copy streams.
+    `issuing` is the scope of work that counts as a part of a gather. `streams` makes the copy streams. `fills`: see
+    `Slack`.
     """
 
     def __init__(
@@ -261,13 +262,14 @@ class Transfers:
         device: torch.device,
         issuing: Callable[[], AbstractContextManager[None]] = nullcontext,
         streams: Callable[[torch.device], CopyStream] = CopyStream,
+        fills: bool = False,
     ) -> None:
         self.device, self._issuing = device, issuing
         self.staged = Gauge()
         self._up, self._down, self._aside = streams(device), streams(device), streams(device)
         self._leaving: deque[_Leaving] = deque()
         self._calls = 0
-        self.slack = Slack(self._up.in_use, self._up.capacity)
+        self.slack = Slack(self._up.in_use, self._up.capacity, fills)
         self._held: list[Download] = []
         """those that begin with the next call"""
         self._any = False
