@@ -325,7 +325,9 @@ def test_what_came_before_the_update_goes_after_it(kind: str, reads: bool, monke
         if reads:
             ahead.offload.finish()
         else:
-            ahead.call(0)
+            for sent in (down, *range(down + 1, len(ahead.order) + 1)):
+                ahead.call(0)
+                assert sum(direction == "down" for direction, _ in ahead.transfers.log) == sent
         assert sum(direction == "down" for direction, _ in ahead.transfers.log) == len(ahead.order)
         assert ahead.transfers.slack.states == 0
     assert all(map(torch.equal, ahead.values(), other.values()))

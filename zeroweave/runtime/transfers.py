@@ -270,8 +270,10 @@ class Transfers:
         self._leaving: deque[_Leaving] = deque()
         self._calls = 0
         self.slack = Slack(self._up.in_use, self._up.capacity, fills)
-        self._held: list[Download] = []
-        """those that begin with the next call"""
+        self._held: deque[Sequence[Download]] = deque()
+        """those of `download_later` that have not begun"""
+        self._quiet = False
+        """True until the next call has begun: none of them begins before"""
         self._any = False
         """true once anything has been downloaded"""
         self._ahead: Callable[[], bool] | None = None
@@ -284,8 +286,8 @@ class Transfers:
     @torch.no_grad()
     def upload(self, hosts: Sequence[HostTensor]) -> Upload:
         """Starts to copy tensors to the device."""
-        if not {id(host) for host in hosts}.isdisjoint(id(copy.host) for copy in self._held):
-            self.release()
+        if self._held and not {id(h) for h in hosts}.isdisjoint(id(copy.host) for one in self._held for copy in one):
+            self._begin_held()
         copies = tuple(torch.empty(h.tensor.shape, dtype=h.tensor.dtype, device=self.device) for h in hosts)
         with self._up.issue():  # after all work that may still use freed memory
             for host, copy in zip(hosts, copies, strict=True):
@@ -301,18 +303,21 @@ class Transfers:
         return self._up.now()
 
     def download_later(self, copies: Sequence[Download]) -> None:
-        """Starts to copy tensors to host memory when the next call begins, or when one of them is needed there.
+        """Starts to copy tensors to host memory during the calls that follow, or when one of them is needed there.
 
-        The GPU copies to the host in order. So a program that reads a value in between does not wait for these.
+        The GPU copies to the host in order, so a program that reads a value waits for all that has begun. As a rule it
+        reads its loss behind the update, and models of transformers look at their masks behind their first call.
         """
-        self._held += copies
+        self._held.append(copies)
+        self._quiet = True
         self.slack.add(sum(copy.tensor.nbytes for copy in copies))
 
-    def release(self) -> None:
-        """Starts the copies of `download_later`."""
-        held, self._held = self._held, []
-        self.slack.add(-sum(copy.tensor.nbytes for copy in held))
-        self.download(held)
+    def _begin_held(self, most: int | None = None) -> None:
+        """Starts copies of `download_later`: those of `most` requests, the oldest first; None: all."""
+        for _ in range(len(self._held) if most is None else min(most, len(self._held))):
+            copies = self._held.popleft()
+            self.slack.add(-sum(copy.tensor.nbytes for copy in copies))
+            self.download(copies)
 
     @torch.no_grad()
     def download(self, copies: Sequence[Download]) -> None:
@@ -344,8 +349,8 @@ class Transfers:
 
     def make_room(self, nbytes: int, most: int) -> None:
         """Frees the tensors of the oldest downloads until there is room for `nbytes`, or `most` downloads are left."""
-        if self._held and self.slack.room <= nbytes:
-            self.release()
+        if self.slack.room <= nbytes:
+            self._begin_held()
         while len(self._leaving) > most and self.slack.room <= nbytes:
             self._retire()
 
@@ -373,7 +378,8 @@ class Transfers:
         """
         if not self._any and self._ahead is None:
             return
-        self.release()
+        self._begin_held(0 if self._quiet else 1)
+        self._quiet = False
         self.slack.call_begins()
         self._calls += 1
         while self._leaving and (self._leaving[0].event.query() or self._is_time()):
@@ -386,7 +392,7 @@ class Transfers:
 
     def finish(self) -> None:
         """The host waits for all copies: it may read and write host tensors from here on."""
-        self.release()
+        self._begin_held()
         self._up.finish()
         self._down.finish()
         while self._leaving:
