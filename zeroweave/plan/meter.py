@@ -57,6 +57,9 @@ class Passed:
         """True if it is over. The host keeps pace with the device."""
         return self._clock.now >= self.time
 
+    def elapsed_time(self, end: Passed) -> float:
+        return 1000 * (end.time - self.time)
+
 
 class PlannedClock(Clock):
     """`now` is the time of the current lane, most of the time the computation's; the host takes none.
