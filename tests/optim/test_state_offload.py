@@ -16,6 +16,7 @@ from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.lion import Lion
 from zeroweave.optim.moments import moments_of
 from zeroweave.optim.scaler import Scaled
+from zeroweave.runtime.copies import CopyStream
 from zeroweave.runtime.shard import whole
 from zeroweave.runtime.slack import Slack
 from zeroweave.runtime.transfers import Download, Transfers, Upload
@@ -501,6 +502,35 @@ def test_adaptive_with_no_room_moves_nothing() -> None:
     for _ in range(5):
         adaptive.step_ended(True)
     assert device.here() == 0
+
+
+class Streamed(CopyStream):
+    """Has marks, as a GPU's has. Its device counts no memory, so there is never room."""
+
+    def mark(self) -> Any:
+        return Mark(0.0)
+
+    def wait(self, mark: Any) -> None:
+        pass
+
+    def current(self) -> Any:
+        return self
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+
+def test_late_downloads_begin_in_order_where_there_is_no_room() -> None:
+    transfers = Transfers(torch.device("cpu"), streams=Streamed)
+    host = transfers.zeros(1, torch.float32)
+    for value in range(5):
+        transfers.download_later([Download(torch.full((1,), float(value)), host)])
+    assert transfers.slack.states == 20 and host.tensor.item() == 0
+    transfers.make_room(4, most=1)
+    assert transfers.slack.states == 4, "one download is under way"
+    assert host.tensor.item() == 4, "the last one began last"
+    transfers.finish()
+    assert transfers.slack.states == 0
 
 
 def test_copies_in_host_memory() -> None:

@@ -338,7 +338,7 @@ class Transfers:
         self._leaving.append(leaving)
         self.slack.add(leaving.nbytes)
         self._calls = 0
-        self.make_room(0, most=2)
+        self._retire_for(0, most=2)
 
     def snapshot(self, tensors: Sequence[torch.Tensor]) -> Snapshot:
         """The present values of these tensors. To be called when the host may read host tensors (`finish`).
@@ -351,6 +351,9 @@ class Transfers:
         """Frees the tensors of the oldest downloads until there is room for `nbytes`, or `most` downloads are left."""
         if self.slack.room <= nbytes:
             self._begin_held()
+        self._retire_for(nbytes, most)
+
+    def _retire_for(self, nbytes: int, most: int) -> None:
         while len(self._leaving) > most and self.slack.room <= nbytes:
             self._retire()
 
