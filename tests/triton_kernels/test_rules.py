@@ -189,10 +189,3 @@ def test_masters_are_split_cast_and_joined_as_on_the_host(kind: torch.dtype, by_
     bits = {torch.bfloat16: torch.int16, kind: kind, torch.float32: torch.int32}
     for mine, theirs in zip([*found, cast], [*wanted, rounded], strict=True):
         assert torch.equal(mine.cpu().view(bits[mine.dtype]), theirs.view(bits[theirs.dtype]))
-
-
-def test_a_copy_is_one() -> None:
-    values = torch.randint(-(2**31), 2**31, (3 * 4096 + 5,), dtype=torch.int32, device=HERE)
-    whole = torch.zeros(len(values) + 8, dtype=torch.int32, device=HERE)
-    masters.copy_(whole[:-8], values)
-    assert torch.equal(whole[:-8], values) and not whole[-8:].any()
