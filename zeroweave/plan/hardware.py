@@ -20,7 +20,7 @@ from zeroweave.schedule.passes.room import TAX
 class Gpu:
     """One GPU. Bytes, bytes per second, and floating-point operations per second (dense).
 
-    half: of bfloat16 and float16 matmuls, single: of float32 ones. inside: NVLink or PCIe, one direction. between:
+    memory: as CUDA says, which is up to 6 % more than the data sheet's. half: of bfloat16 and float16 matmuls, single: of float32 ones. inside: NVLink or PCIe, one direction. between:
     the network, for each GPU of a node. host: to and from host memory, one direction. ranks_per_node: GPUs of a node.
     """
 
@@ -37,11 +37,11 @@ class Gpu:
 GPUS: Final = MappingProxyType(
     {
         # NVIDIA A100 Tensor Core GPU data sheet (80GB SXM, PCIe Gen4); DGX A100 data sheet (eight 200 Gb/s adapters)
-        "a100": Gpu(80 * 10**9, 2.039e12, 312e12, 19.5e12, 300e9, 25e9, 32e9),
+        "a100": Gpu(80_900 << 20, 2.039e12, 312e12, 19.5e12, 300e9, 25e9, 32e9),
         # NVIDIA H100 Tensor Core GPU data sheet (SXM, PCIe Gen5; half of its rates with sparsity); DGX H100 (400 Gb/s)
-        "h100": Gpu(80 * 10**9, 3.35e12, 989.5e12, 67e12, 450e9, 50e9, 64e9),
+        "h100": Gpu(80_900 << 20, 3.35e12, 989.5e12, 67e12, 450e9, 50e9, 64e9),
         # NVIDIA H200 Tensor Core GPU data sheet (SXM, PCIe Gen5; half of its rates with sparsity); DGX H200 (400 Gb/s)
-        "h200": Gpu(141 * 10**9, 4.8e12, 989.5e12, 67e12, 450e9, 50e9, 64e9),
+        "h200": Gpu(143_100 << 20, 4.8e12, 989.5e12, 67e12, 450e9, 50e9, 64e9),
     }
 )
 
