@@ -150,10 +150,10 @@ case $part in
 8)
     row z3 hf-qwen3-8b-4096-z3 z3 zeroweave-graphs peer zeroweave fsdp2-ce
     row z2 hf-qwen3-8b-4096-z2 z2 zeroweave-graphs peer zeroweave fsdp2-ce
-    row 1.7b hf-qwen3-1.7b-2048 z3 zeroweave-graphs peer fsdp2-ce
-    row 1024 hf-qwen3-8b-1024 z3 zeroweave-graphs peer fsdp2-ce
+    row 1.7b hf-qwen3-1.7b-2048 z3 zeroweave-graphs-fours peer zeroweave-graphs
+    row 1024 hf-qwen3-8b-1024 z3 zeroweave-graphs-fours peer zeroweave-graphs
     row plain-z3 qwen3-8b-4096-z3 z3 zeroweave-graphs peer fsdp2-ce
-    row plain-1024 qwen3-8b-1024 z3 zeroweave-graphs peer fsdp2-ce
+    row plain-1024 qwen3-8b-1024 z3 zeroweave-graphs-fours peer zeroweave-graphs
     row plain-512 llama-1b-512 z2 zeroweave-graphs peer fsdp2-ce
     row lora hf-qwen3-8b-lora z3 zeroweave-graphs peer zeroweave fsdp2-ce
     ;;
