@@ -65,7 +65,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True)
-def frozen() -> None:
+def only_new_objects_are_collected() -> None:
     """Spares the collections of a test (`initialize` begins with one) what imports and the tests before it hold."""
     gc.collect()
     gc.freeze()
