@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from benchmarks.control import NAMES
 from tests.support.commands import ROOT
 
@@ -16,6 +18,7 @@ def figures(ranks: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.matrix
 def test_what_a_rank_sends_and_receives_does_not_grow_with_their_number() -> None:
     few, more = figures(3), figures(8)
     assert list(few) == list(more) == ["ranks", *NAMES]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.support.marks import slow
 from zeroweave import cli
 from zeroweave.config import Config
 from zeroweave.eager import chunked_loss
@@ -48,6 +49,7 @@ def test_the_step_that_follows_a_plan_takes_what_the_plan_says(settings: dict[st
     assert simulate(found.first, found.costs).seconds == pytest.approx(found.step.seconds, rel=0.02)
 
 
+@slow("True")
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_step_has_every_product_of_the_model(compiled: bool) -> None:
     """Three for each linear layer, those that a compiled backward writes into gradients' flats too; seven of attention,

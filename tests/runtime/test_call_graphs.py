@@ -245,7 +245,7 @@ def test_nothing_is_recorded_while_parameters_move() -> None:
     assert both.double.captures == 0
 
 
-@daily("seed", range(40), range(40, 400))
+@daily("seed", range(15), range(15, 400))
 def test_random_programs(seed: int) -> None:
     choose = random.Random(seed)
     both = Both(lambda run: both.double.captures > 2 and choose.random() < 0.05)
