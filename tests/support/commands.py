@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import subprocess
 import sys
@@ -43,6 +44,7 @@ def _run_code(code: str, paths: list[str], environment: Mapping[str, str], said:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(said.parent)
+    gc.freeze()  # collections would walk, and so copy, all that the process has of its parent
     sys.path[:0] = paths
     main = sys.modules["__main__"] = ModuleType("__main__")  # scripts pickle classes of their own
     exec(compile(code, "<script>", "exec"), vars(main))
