@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import zeroweave as zw
-from zeroweave.engine.after_step import tokens_of
+from zeroweave.engine.logs.log import tokens_of
 from zeroweave.engine.logs.sinks import FILE, Figures, Happened, JsonLines
 from zeroweave.engine.logs.terminal import Terminal
 from zeroweave.errors import ConfigError

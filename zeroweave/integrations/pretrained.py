@@ -15,8 +15,7 @@ from typing import Any, Final
 import torch
 
 from zeroweave.engine import Engine
-from zeroweave.engine.arguments import OptimizerLike
-from zeroweave.engine.assembly import initialize
+from zeroweave.engine.assembly import OptimizerLike, initialize
 from zeroweave.errors import UnsupportedError
 from zeroweave.parameters.weights import FileWeights, names_of, refuse_unfit, warn_of_left
 

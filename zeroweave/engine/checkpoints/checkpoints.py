@@ -22,8 +22,7 @@ from zeroweave.checkpoint.folder import Folder
 from zeroweave.checkpoint.reader import opened
 from zeroweave.checkpoint.writer import Saving, words
 from zeroweave.comm import rounding
-from zeroweave.engine.checkpoints.loaded import Loaded
-from zeroweave.engine.checkpoints.saved import Saved
+from zeroweave.engine.checkpoints.content import Loaded, Saved
 from zeroweave.engine.context import EngineContext
 from zeroweave.engine.parameter_access import ParameterAccess
 from zeroweave.engine.scheduler import Scheduler
