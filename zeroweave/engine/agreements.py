@@ -74,7 +74,7 @@ class Agreements:
             decision = decide({0: mine})
         else:
             given = options()
-            mine = replace(mine, flags=flags + self.notes.flags, options=_hash(given))
+            mine = replace(mine, flags=flags + self.notes.flags, options=xxhash.xxh3_64_intdigest(packed(given)))
             decision = self._agree(mine, "agreement")
             if decision.options_differ:
                 self._compare(given)
@@ -169,8 +169,3 @@ class Agreements:
         told = mine if self._control.rank in (0, other) else ()
         ranks = self._control.all_gather_object(told, f"where rank {other} differs")
         return first_difference(ranks[0], ranks[other], 0, other)
-
-
-def _hash(options: Options) -> int:
-    """64 bits."""
-    return xxhash.xxh3_64_intdigest(packed(options))

@@ -36,6 +36,14 @@ class ParameterAccess:
         self._window, self._scaler, self.shown = window, scaler, shown
         self._staging = parts.runtime.replay.executor.staging
 
+    @contextmanager
+    def _together(self, call: str) -> Iterator[None]:
+        """Guards a call that all ranks make."""
+        with self._guard(call):
+            self._window.refuse_inside(f"{call}()")
+            self._guard.meet()
+            yield
+
     # ------------------------------------------------------------------ one parameter
     def full(self, parameter: nn.Parameter | str, what: str = "param") -> torch.Tensor | None:
         with self._guard("full"):
@@ -216,9 +224,7 @@ class ParameterAccess:
 
         The modules make the state dict. Where they only have other names since `initialize`, it has those of then.
         """
-        with self._guard(call):
-            self._window.refuse_inside(f"{call}()")
-            self._guard.meet()
+        with self._together(call):
             values = dict(state.stream(self._parts))
             shaped, found = bool(state.changing(self._parts) or state.extra_states(self._model)), dict[str, Any]()
             try:
@@ -237,9 +243,7 @@ class ParameterAccess:
             yield found
 
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
-        with self._guard("stream_state_dict"):
-            self._window.refuse_inside("stream_state_dict()")
-            self._guard.meet()
+        with self._together("stream_state_dict"):
             self.tell_left_out("stream_state_dict()")
         items = state.stream(self._parts)
         try:
@@ -263,20 +267,15 @@ class ParameterAccess:
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        with self._guard("load_state_dict"):
-            self._window.refuse_inside("load_state_dict()")
-            self._guard.meet()
-            with self.rewriting("load_state_dict()"):
-                state.load_state_dict(state_dict, self._parts, self.shown.lent)
+        with self._together("load_state_dict"), self.rewriting("load_state_dict()"):
+            state.load_state_dict(state_dict, self._parts, self.shown.lent)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        with self._guard("gradients"):
-            self._window.refuse_inside("gradients()")
-            self._guard.meet()
+        with self._together("gradients"):
             self._window.reduce_rest("gradients()")
             return state.full_gradients(self._runtime, self._control, self._scaler.look)
 
-    def whole(self, optimizer_state: bool) -> tuple[dict[str, torch.Tensor], Gathered]:
+    def whole(self, optimizer_state: bool) -> tuple[state.FullValues, Gathered]:
         """All parameters, and what the optimizer holds of them if that is wanted: what `Engine.destroy` gives back."""
         self._window.refuse_inside("destroy()")
         self._window.refuse_coalescing("destroy()")
@@ -284,15 +283,15 @@ class ParameterAccess:
         self._window.abort()
         self.shown.close()
         self._runtime.replay.lingering.let_go()
-        values = state.full_values(self._runtime, self._parts.original_dtypes)
+        values = state.FullValues(self._runtime, self._parts.original_dtypes)
         if self._optimizer is None or not optimizer_state:
             return values, Gathered({})
-        room = Room.now(self._parts.device)  # what the parameters leave
+        room = Room.now(self._parts.device).without(values.missing)  # what the parameters leave
         return values, self._optimizer.gather(self._runtime.transport, self._control, room)
 
-    def give_back(self, values: Mapping[str, torch.Tensor], states: States) -> None:
+    def give_back(self, values: state.FullValues, states: States) -> None:
         """The model and the optimizer are ordinary ones again, with what `whole` has found."""
-        self._parts.module_parameters.restore(values.__getitem__)
+        self._parts.module_parameters.restore(values)
         if self._optimizer is not None:
             self._optimizer.destroy(states)
 

@@ -30,17 +30,51 @@ Lent: TypeAlias = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[
 """Shows full values, by canonical name, in rank 0's modules; see `ParameterVisibility.lent`."""
 
 
-@torch.no_grad()
-def full_values(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """All parameters, full, from the masters, in the given dtypes, on the device. Needs room for one more bucket."""
-    values: dict[str, torch.Tensor] = {}
-    for bucket in runtime.buckets.values():
-        views = gather_like(runtime, bucket, bucket.values())
-        pairs = zip(bucket.layout.slots, views, strict=True)
-        for slot, view in pairs:
-            values[slot.name] = cast_(torch.empty_like(view, dtype=dtypes[slot.name]), view)
-        del views, pairs, view  # before the next bucket is gathered
-    return values
+class FullValues:
+    """All parameters, full, from the masters, in the given dtypes, on the device; each is given once. Collective.
+
+    What is sharded is gathered at once. What a rank has alone is copied bucket by bucket, as it is asked for, and the
+    bucket's own memory is freed then, unless some code still views it. So one bucket at a time is there twice.
+    """
+
+    def __init__(self, runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._runtime, self._dtypes = runtime, dtypes
+        self._made: dict[str, torch.Tensor] = {}
+        """what has not been given yet"""
+        for bucket in runtime.buckets.values():
+            if bucket.layout.world > 1:
+                self._make(bucket, _gather(runtime, bucket, bucket.values()))
+
+    @property
+    def missing(self) -> int:
+        """Bytes that the values still take, besides the memory that is freed for them."""
+        alone = [bucket for bucket in self._runtime.buckets.values() if bucket.layout.world == 1]
+        freed = sum(tensor.nbytes for bucket in alone for tensor in _freed(bucket))
+        slots = [slot for bucket in alone for slot in bucket.layout.slots]
+        return max(0, sum(slot.numel * self._dtypes[slot.name].itemsize for slot in slots) - freed)
+
+    def __call__(self, name: str) -> torch.Tensor:
+        if name not in self._made:
+            bucket = self._runtime.buckets[self._runtime.directory.places[name][0]]
+            self._make(bucket, bucket.values())
+            if freed := _freed(bucket):
+                bucket.renew()  # a backward of an earlier forward finds that its values are gone
+            for tensor in freed:
+                tensor.untyped_storage().resize_(0)
+        return self._made.pop(name)
+
+    @torch.no_grad()
+    def _make(self, bucket: Bucket, full: torch.Tensor) -> None:
+        for slot, view in zip(bucket.layout.slots, bucket.views(full), strict=True):
+            self._made[slot.name] = cast_(torch.empty_like(view, dtype=self._dtypes[slot.name]), view)
+
+
+def _freed(bucket: Bucket) -> list[torch.Tensor]:
+    """The memory on the device that holds the values of a bucket, if no code views it."""
+    home = bucket.home
+    held = {id(tensor): tensor for tensor in (home.source, *home.at_rest) if tensor.device == bucket.device}
+    on_host = bucket.device.type == "cpu" and (home.hosts or home.source_on_host)  # pinned memory has its own owner
+    return [] if on_host or bucket.may_be_read(0) else [*held.values()]
 
 
 def gather_like(runtime: Runtime, bucket: Bucket, shard: torch.Tensor) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from zeroweave.engine.agreements import Found
 from zeroweave.engine.context import EngineContext
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.window import Window
-from zeroweave.errors import NonFiniteError
+from zeroweave.errors import NonFiniteError, listed
 from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.options import Options, clipping, shared_options
 from zeroweave.optim.scaler import Scaler
@@ -122,27 +123,25 @@ class OptimizerStep:
 
     def _agree(self, candidate: Schedule) -> Found:
         """What the ranks know of the step together, once no gradient is late."""
-        found = self._ask(candidate)
-        if late := self._runtime.gradients.marked(found.late):
+        gradients, lingering, scaler = self._runtime.gradients, self._runtime.replay.lingering, self._scaler
+        while True:
+            found = self._parts.agreements.step(
+                gradients.had_gradient(),
+                gradients.late(),
+                lingering.viewed(),
+                candidate,
+                self._options,
+                lambda: scaler.checks and scaler.nonfinite(),
+            )
+            if not (late := gradients.marked(found.late)):
+                return found
             self._runtime.replay.reduce_late(late)
-            found = self._ask(candidate)
-        return found
 
-    def _ask(self, candidate: Schedule) -> Found:
-        gradients, viewed = self._runtime.gradients, self._runtime.replay.lingering.viewed()
-        return self._parts.agreements.step(
-            gradients.had_gradient(), gradients.late(), viewed, candidate, self.options, self._nonfinite
-        )
-
-    def options(self) -> Options:
+    def _options(self) -> Options:
         """By which this rank would update at the end of the present window, as they are now."""
         optimizer = self._parts.optimizer
         found = {} if optimizer is None else shared_options(optimizer.optimizer, optimizer.shared)
         return {**found, **clipping(self._scaler.limits)}
-
-    def _nonfinite(self) -> bool:
-        """True if gradients of this rank are infinite or NaN. False where they are not checked."""
-        return self._scaler.checks and self._scaler.nonfinite()
 
     def _update(self, absent: dict[int, frozenset[int]]) -> None:
         """`absent`: for each trained bucket the slots that no rank had a gradient for."""
@@ -200,10 +199,11 @@ class OptimizerStep:
         scale.update(overflow=True)
         self.skipped += 1
         scales = f"the loss scale was {before:g} and is {scale.value:g}; " if scale.dynamic else ""
-        self._parts.journal.tell_loudly(
+        self._parts.journal.tell(
             "skipped",
             f"optimizer step {self._parts.progress.step} skipped, because gradients are infinite or NaN; {scales}"
             f"{self.skipped} skipped so far",
+            logging.WARNING,
         )
         return False
 
@@ -218,9 +218,7 @@ class OptimizerStep:
         ]
         ranks = self._parts.control.all_gather_object(here, "which gradients are not finite")
         names = sorted({name for names in ranks for name in names})
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        step = self._parts.progress.step
         return (
-            f"step {step}: the gradients of {', '.join(map(repr, names[:8]))}{more} are infinite or "
-            "NaN; nothing was written. Call engine.zero_grad() to go on without this step"
+            f"step {self._parts.progress.step}: the gradients of {listed([*map(repr, names)])} are infinite or NaN; "
+            "nothing was written. Call engine.zero_grad() to go on without this step"
         )
