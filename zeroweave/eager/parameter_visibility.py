@@ -16,7 +16,7 @@ from zeroweave.eager.hooks import hook_gradient, hooks_beside
 from zeroweave.errors import EngineError
 from zeroweave.notices import warn
 from zeroweave.parameters.module_parameters import ModuleParameters
-from zeroweave.parameters.stub import AtRest
+from zeroweave.parameters.stub import AtRest, Showing
 from zeroweave.runtime.runtime import Runtime
 
 
@@ -35,8 +35,6 @@ class ParameterVisibility:
         """what `open` shows, by name; None: it is closed"""
         self._off = set[str]()
         """the trained parameters whose real ones do not require gradients, by name"""
-        self._lends = False
-        """True if this rank shows its own full values"""
         for bucket in access.buckets:
             bucket.attach(self._retire, parameters.status.hooks)
         self.show()  # once before users can keep anything: the buckets learn what is the engine's own
@@ -128,14 +126,17 @@ class ParameterVisibility:
     def lent(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Inside, this rank's modules show these full values, by name, wherever they are. Nothing computes. Local."""
         self._module_parameters.show_values(values)
-        self._lends = True
         try:
             yield
         finally:
-            self._lends = False
             self._module_parameters.show_stubs()
             if self._views is not None:
                 self._module_parameters.open(self._views)
+
+    @property
+    def _lends(self) -> bool:
+        """True if this rank shows its own full values."""
+        return self._module_parameters.status.showing is Showing.LENT
 
     # ------------------------------------------------------------------ to the loss
     def read(self, name: str, values: bool) -> nn.Parameter | None:
@@ -145,9 +146,7 @@ class ParameterVisibility:
         which gathers them, collectively at stage 3. They stay usable as `Runtime.read` says.
         """
         runtime = self._runtime
-        if self._lends:
-            return None
-        if not (runtime.awaits_backward or runtime.in_session or runtime.in_backward):
+        if self._lends or not (runtime.awaits_backward or runtime.in_session or runtime.in_backward):
             return None
         if not (runtime.in_session or runtime.in_backward):
             self._toggle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Final
 
 import xxhash
@@ -80,12 +81,11 @@ class Agreements:
                 self._compare(given)
         if decision.differ:
             self.schedule(candidate)
-        first, second = len(had_gradient), len(had_gradient) + len(late)
-        third = second + len(viewed)
-        flags = decision.flags
+        left = iter(decision.flags)
+        found = Found(decision, *(bytes(islice(left, len(own))) for own in (had_gradient, late, viewed)))
         if not self._transport.skips:
-            self.notes.agree(flags[third:])
-        return Found(decision, flags[:first], flags[first:second], flags[second:third])
+            self.notes.agree(bytes(left))
+        return found
 
     def union(self, what: str, flags: bytes) -> bytes:
         """For each byte, whether it is 1 on any rank; this rank's own where others have other things. Collective."""

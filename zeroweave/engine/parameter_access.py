@@ -71,15 +71,13 @@ class ParameterAccess:
             bucket, slot = self._find(parameter, "set_full()", what)
             value = _tensor(value, "set_full()")
             self._guard.meet()
-            place, part = bucket.layout.slots[slot], None
+            place, fragment = bucket.layout.slots[slot], bucket.layout.fragment(slot, bucket.rank)
             mine, label = write_check.digest(value.to(bucket.shard.dtype)), f"set_full() of {place.name!r}"
             names = [(place.name, bucket.layout.groups)]
             if refused := write_check.compared(names, [mine], [True], label, self._control)[0]:
                 raise EngineError(f"[ZW501] {refused}")
-            if tuple(value.shape) == place.shape:
-                fragment = bucket.layout.fragment(slot, bucket.rank)
-                part = value.reshape(-1)[fragment.offset : fragment.offset + fragment.numel]
-            self._set(bucket, slot, what, value, part, place.shape)
+            here = slice(fragment.offset, fragment.offset + fragment.numel)
+            self._set(bucket, slot, what, value, place.shape, here)
 
     def fragment(self, parameter: nn.Parameter | str) -> Fragment:
         bucket, slot = self._find(parameter, "fragment()")
@@ -100,8 +98,7 @@ class ParameterAccess:
         with self._guard("set_local"):
             bucket, slot = self._find(parameter, "set_local()", what)
             value = _tensor(value, "set_local()")
-            shape = (bucket.layout.fragment(slot, bucket.rank).numel,)
-            self._set(bucket, slot, what, value, value if tuple(value.shape) == shape else None, shape)
+            self._set(bucket, slot, what, value, (bucket.layout.fragment(slot, bucket.rank).numel,))
 
     def _find(self, parameter: nn.Parameter | str, method: str, what: str = "param") -> tuple[Bucket, int]:
         self._window.refuse_inside(method)
@@ -138,15 +135,17 @@ class ParameterAccess:
         slot: int,
         what: str,
         value: torch.Tensor,
-        part: torch.Tensor | None,
         shape: tuple[int, ...],
+        here: slice = slice(None),
     ) -> None:
-        """`part`: what of `value` belongs to this rank; None where its shape is not `shape`."""
+        """`value` is to have this shape, unless the parameter has one value as a whole. `here`: this rank's part."""
         name = bucket.layout.slots[slot].name
-        if what not in ("param", "grad") and self._state(bucket, slot, what)[1]:
-            part, shape = (value, ()) if value.numel() == 1 else (None, ())
-        if part is None:
+        whole = what not in ("param", "grad") and self._state(bucket, slot, what)[1]
+        if whole:
+            shape, here = (), slice(None)
+        if tuple(value.shape) != shape and not (whole and value.numel() == 1):
             raise EngineError(f"{what!r} of {name!r} has the shape {list(shape)}, and not {list(value.shape)}")
+        part = value.reshape(-1)[here]
         if what == "param":
             with self.rewriting(f"writing {name!r}"):
                 values = bucket.values()

@@ -111,8 +111,6 @@ class ModuleParameters:
         self._stubs = [self.names[name] for name in self._owners]
         self._reals = [reals[name] for name in self._owners]
         self._shown = self._stubs
-        self.changes = 0
-        """so often what the modules show has become something else"""
         self._structure = _StructureCheck(model)
 
     def check(self) -> None:
@@ -235,7 +233,6 @@ class ModuleParameters:
         for rnn in self._rnns:
             refresh_rnn_weights(rnn)
         self._shown = wanted
-        self.changes += 1
         if wanted is self._stubs:
             self.status.show(Showing.STUBS)
         elif self.status.showing is Showing.STUBS:
