@@ -76,7 +76,7 @@ class ParameterVisibility:
                     view.requires_grad_()  # or it takes no hook
                     hook_gradient(view, runtime, *places[name])
                     view.requires_grad_(on)
-        self._module_parameters.open(views)
+        self._module_parameters.show(views, Showing.OPEN)
         self._views = views
 
     def close(self) -> None:
@@ -125,13 +125,15 @@ class ParameterVisibility:
     @contextmanager
     def lent(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Inside, this rank's modules show these full values, by name, wherever they are. Nothing computes. Local."""
-        self._module_parameters.show_values(values)
+        stubs = self._module_parameters.names.items()
+        lent = {name: nn.Parameter(values[name], stub.requires_grad) for name, stub in stubs}
+        self._module_parameters.show(lent, Showing.LENT)
         try:
             yield
         finally:
             self._module_parameters.show_stubs()
             if self._views is not None:
-                self._module_parameters.open(self._views)
+                self._module_parameters.show(self._views, Showing.OPEN)
 
     @property
     def _lends(self) -> bool:
@@ -164,7 +166,7 @@ class ParameterVisibility:
             )
         if self._count == 0:
             self._toggle()
-            self._module_parameters.show_real()
+            self._module_parameters.show(showing=Showing.OPEN if self.is_open else Showing.REAL)
             self._access.watch()
             self._note(shown=True)
         self._count += 1
@@ -188,7 +190,7 @@ class ParameterVisibility:
             if self._views is None:
                 self._module_parameters.show_stubs()
             else:
-                self._module_parameters.show(self._views)
+                self._module_parameters.show(self._views, Showing.OPEN)
             self._note(shown=False)
 
     def reset(self) -> None:

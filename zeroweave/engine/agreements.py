@@ -82,10 +82,10 @@ class Agreements:
         if decision.differ:
             self.schedule(candidate)
         left = iter(decision.flags)
-        found = Found(decision, *(bytes(islice(left, len(own))) for own in (had_gradient, late, viewed)))
+        told = [bytes(islice(left, len(own))) for own in (had_gradient, late, viewed)]
         if not self._transport.skips:
             self.notes.agree(bytes(left))
-        return found
+        return Found(decision, *told)
 
     def union(self, what: str, flags: bytes) -> bytes:
         """For each byte, whether it is 1 on any rank; this rank's own where others have other things. Collective."""

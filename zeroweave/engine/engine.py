@@ -170,7 +170,7 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         """What the losses of the present window are multiplied by; 1 where nothing is scaled."""
-        return self._step.loss_scale
+        return self._step.scaler.loss_scale.value
 
     # ------------------------------------------------------------------ windows
     @contextmanager
@@ -403,7 +403,7 @@ class Engine:
         this rank's times) and `graph` (what depends on what). Costs a few microseconds for each instruction, and one
         wait for the device at the end of each step.
         """
-        return self._scheduler.timing.record()
+        return self._scheduler.record()
 
     def compile_schedule(
         self, operations: Operations, prefetch_ahead: Prefetch | None = None, **changes: Unpack[PlanChanges]

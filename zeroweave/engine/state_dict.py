@@ -240,13 +240,10 @@ def keys(parts: EngineContext) -> Iterator[tuple[str, str, Slot]]:
                     yield bucket.layout.keys(name)[number], bucket.layout.keys(slot.name)[number], slot
 
 
-def _all_names(parts: EngineContext) -> dict[str, list[str]]:
+def _all_names(parts: EngineContext) -> dict[str, tuple[str, ...]]:
     """Canonical name -> all names of the parameter, that one first. ParameterError where others have come."""
     parts.module_parameters.check()
-    names = {name: [name] for name in parts.module_parameters.names}
-    for alias, name in parts.module_parameters.aliases.items():
-        names[name].append(alias)
-    return names
+    return parts.module_parameters.all_names
 
 
 def agree_on_state(

@@ -17,7 +17,8 @@ import torch
 from zeroweave.engine import Engine
 from zeroweave.engine.assembly import OptimizerLike, initialize
 from zeroweave.errors import UnsupportedError
-from zeroweave.parameters.weights import FileWeights, names_of, refuse_unfit, warn_of_left
+from zeroweave.parameters.foreign import names_of
+from zeroweave.parameters.weights import FileWeights, refuse_unfit, warn_of_left
 
 _OLDEST: Final = "5.17"
 """The first transformers whose rules are known to be called as they are here; 5.0's have other results."""

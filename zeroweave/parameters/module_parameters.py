@@ -32,7 +32,7 @@ from zeroweave._torch.modules import (
 )
 from zeroweave._torch.tensors import exchange, put_hooks, tensor_hooks
 from zeroweave.errors import ParameterError, listed
-from zeroweave.parameters.foreign import is_foreign, own_parameters
+from zeroweave.parameters.foreign import is_foreign, names_of, own_parameters
 from zeroweave.parameters.stub import VALUES, AtRest, Showing, StubStatus
 
 
@@ -77,8 +77,8 @@ def rest(model: nn.Module, status: StubStatus, real: Callable[[str, nn.Parameter
 class ModuleParameters:
     """Every (module, name) where a parameter of the model stands, and what stands there.
 
-    `names` maps canonical names, in model order, to stubs; `aliases` maps the further names of tied
-    parameters to canonical ones. Costs two lists of references. Built by `rest`.
+    `names` maps canonical names, in model order, to stubs, and `all_names` to all names of each. `aliases` maps the
+    further names of tied parameters to canonical ones. Costs two lists of references. Built by `rest`.
     """
 
     def __init__(
@@ -86,11 +86,8 @@ class ModuleParameters:
     ) -> None:
         self.names: dict[str, nn.Parameter] = dict(stubs)
         canonical = {id(stub): name for name, stub in stubs.items()}
-        self.aliases = {
-            alias: canonical[id(stub)]
-            for alias, stub in model.named_parameters(remove_duplicate=False)
-            if alias not in stubs and not is_foreign(stub)
-        }
+        self.all_names = names_of(model)
+        self.aliases = {alias: name for name, known in self.all_names.items() for alias in known[1:]}
         self.status = status
         self._entries: list[tuple[dict[str, nn.Parameter | None], str]] = []
         self._labels: list[str] = []  # the name of each place for errors
@@ -120,24 +117,16 @@ class ModuleParameters:
         # A forward may have given a real one another name.
         self._structure.check(lambda: (*self._shown, *self._reals))
 
-    def show_real(self) -> None:
-        """Puts the real parameters into the modules. No-op if they are there.
+    def show(self, parameters: Mapping[str, nn.Parameter] | None = None, showing: Showing = Showing.REAL) -> None:
+        """Puts these, by canonical name, into the modules, which show `showing` then. None: the real parameters.
 
         ParameterError, with nothing changed, if someone replaced an entry or a module meanwhile.
         """
-        self._show(self._reals)
-
-    def show(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Puts other parameters, by canonical name, into the modules. Errors as `show_real`."""
-        self._show([parameters[name] for name in self._owners])
-
-    def open(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Puts these, by canonical name, into the modules, where anyone may read them. Errors as `show_real`.
-
-        The modules are open until `show_stubs`, also while others are shown.
-        """
-        self.show(parameters)
-        self.status.show(Showing.OPEN)
+        wanted = self._reals if parameters is None else [parameters[name] for name in self._owners]
+        if wanted is not self._shown:
+            self.check()
+            self._put(wanted, frozenset())
+        self.status.show(showing)
 
     def views(self) -> dict[str, nn.Parameter]:
         """New Parameters over the memory of the real ones, by canonical name, for code that may keep what it gets.
@@ -152,11 +141,6 @@ class ModuleParameters:
                 vars(views[name]).update(vars(real))
         return views
 
-    def show_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Puts Parameters with these full values, by canonical name, into the modules. Errors as `show_real`."""
-        self.show({name: nn.Parameter(values[name], stub.requires_grad) for name, stub in self.names.items()})
-        self.status.show(Showing.LENT)
-
     def show_stubs(self) -> None:
         """Puts the stubs back. No-op if they are there.
 
@@ -165,6 +149,7 @@ class ModuleParameters:
         """
         replaced, showing = self._replaced(), self.status.showing
         self._put(self._stubs, replaced)
+        self.status.show(Showing.STUBS)
         if replaced:
             self._refuse(replaced, showing)
 
@@ -213,12 +198,6 @@ class ModuleParameters:
             handle.remove()
         self.hooks.clear()
 
-    def _show(self, wanted: list[nn.Parameter]) -> None:
-        if wanted is self._shown:
-            return
-        self.check()
-        self._put(wanted, frozenset())
-
     def _replaced(self) -> frozenset[int]:
         """The places that do not hold what was put there."""
         places = zip(self._entries, self._shown, strict=True)
@@ -233,10 +212,6 @@ class ModuleParameters:
         for rnn in self._rnns:
             refresh_rnn_weights(rnn)
         self._shown = wanted
-        if wanted is self._stubs:
-            self.status.show(Showing.STUBS)
-        elif self.status.showing is Showing.STUBS:
-            self.status.show(Showing.REAL)
 
     def _refuse(self, replaced: frozenset[int], showing: Showing) -> NoReturn:
         """`showing`: what the modules showed when these were replaced."""

@@ -218,7 +218,7 @@ class Saved:
         facts: dict[str, Any] = {
             "model": plain.encode(self._model().model_dump(), "model"),
             "run": {"micro_steps": self._window.micro_steps, "skipped_steps": self._step.skipped},
-            "loss_scale": plain.encode(self._step.scale_state(), "the loss scale"),
+            "loss_scale": plain.encode(self._step.scaler.loss_scale.state(), "the loss scale"),
         }
         if optimizer is not None:
             users = optimizer.optimizer

@@ -170,7 +170,7 @@ class Log:
             "memory": max(share.memory for share in shares) or None,
             "exposed": self._exposed_seconds(),
             "learning_rates": [_number(group.get("lr")) for group in optimizer.optimizer.param_groups],
-            "loss_scale": self._step.loss_scale,
+            "loss_scale": self._step.scaler.loss_scale.value,
             "gradient_norm": self._step.norm,
             "skipped": self._step.skipped,
         }
