@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -102,12 +103,33 @@ class ParameterAccess:
 
     def _find(self, parameter: nn.Parameter | str, method: str, what: str = "param") -> tuple[Bucket, int]:
         self._window.refuse_inside(method)
-        name = state.name_of(parameter, self._model, self._parts.module_parameters)
+        name = self._name_of(parameter)
         bucket_id, slot = self._runtime.directory.places[name]
         bucket = self._runtime.buckets[bucket_id]
         if what != "param" and not bucket.layout.trainable:
             raise EngineError(f"[ZW406] {method}: {name!r} is frozen and has no {what!r}")
         return bucket, slot
+
+    def _name_of(self, parameter: nn.Parameter | str) -> str:
+        """The canonical name of a parameter that is given by one of its names or as the user's object."""
+        known = self._parts.module_parameters
+        if isinstance(parameter, str):
+            if (name := known.aliases.get(parameter, parameter)) in known.names:
+                return name
+            near = difflib.get_close_matches(parameter, known.names, n=1)
+            raise EngineError(
+                f"[ZW406] the model has no parameter {parameter!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        for name, each in (*known.names.items(), *self._model.named_parameters()):  # the user's own; those shown now
+            if each is parameter:
+                return name
+        raise EngineError(f"[ZW406] a parameter of shape {list(parameter.shape)} is none of the model's")
+
+    def _absent(self) -> dict[int, frozenset[int]]:
+        """For each trainable bucket the slots that no rank has had a gradient for in the window. Collective."""
+        gradients = self._runtime.gradients
+        ranks = self._control.all_gather_bytes(gradients.had_gradient(), "which gradients exist")
+        return gradients.absent(bytes(any(flags) for flags in zip(*ranks, strict=True)))
 
     def _gradient(self, bucket: Bucket, slot: int) -> tuple[torch.Tensor | None, bool]:
         """This rank's shard of the gradients of a bucket, and whether no rank has one for the slot. Collective.
@@ -115,18 +137,40 @@ class ParameterAccess:
         The shard is None where nothing was reduced, then on all ranks.
         """
         self._window.reduce_rest("reading a gradient")
-        missing = state.absent_gradients(self._runtime, self._control)[bucket.id]
+        missing = self._absent()[bucket.id]
         return self._scaler.look(bucket.id), slot in missing
 
     def _state(self, bucket: Bucket, slot: int, key: str) -> tuple[torch.Tensor, bool]:
-        """What the ranks' optimizers hold of a slot under a key, see `agree_on_state`. Collective."""
+        """What the ranks' optimizers hold of a slot under a key. Collective.
+
+        This rank's part [numel of its fragment], zeros if it holds none, and False; or one value for the whole
+        parameter, such as a step counter, and True. EngineError on all ranks where a sharding group holds nothing.
+        """
         if self._optimizer is None:
             raise EngineError("[ZW406] the engine has no optimizer, so parameters have no optimizer state")
+        layout, name = bucket.layout, bucket.layout.slots[slot].name
         held = self._optimizer.state_of(bucket.id, slot)
-        cut = key in self._optimizer.offload.cut_of(bucket.id, slot)
-        numel = bucket.layout.fragment(slot, bucket.rank).numel
-        name = bucket.layout.slots[slot].name
-        return state.agree_on_state(name, key, held, cut, numel, self._control, bucket.layout.groups)
+        value, mine, whole = held.get(key), None, None
+        if key in self._optimizer.offload.cut_of(bucket.id, slot):
+            mine = value
+        elif value is not None:
+            kind = torch.float32 if isinstance(value, float) else None
+            whole = torch.as_tensor(value, dtype=kind, device="cpu").detach()
+        told = None if mine is None else mine.dtype, whole, sorted(map(str, held))
+        ranks = self._control.all_gather_object(told, f"{key} of {name}")
+        found: dict[int, tuple[torch.Tensor, bool]] = {}
+        for rank, (dtype, value, _) in enumerate(ranks):
+            if value is not None:
+                found.setdefault(rank % layout.groups, (value, True))
+            elif dtype is not None:
+                numel = layout.fragment(slot, bucket.rank).numel
+                part = torch.zeros(numel, dtype=dtype, device="cpu") if mine is None else mine
+                found.setdefault(rank % layout.groups, (part, False))
+        if len(found) == layout.groups:
+            return found[self._control.rank % layout.groups]
+        known = sorted({known for _, _, names in ranks for known in names})
+        holds = ", ".join(known) if known else "nothing of it before its first step with a gradient"
+        raise EngineError(f"[ZW406] the optimizer holds no {key!r} of {name!r}; it holds {holds}")
 
     @torch.no_grad()
     def _set(
@@ -269,10 +313,17 @@ class ParameterAccess:
         with self._together("load_state_dict"), self.rewriting("load_state_dict()"):
             state.load_state_dict(state_dict, self._parts, self.shown.lent)
 
+    @torch.no_grad()
     def gradients(self) -> dict[str, torch.Tensor | None]:
         with self._together("gradients"):
             self._window.reduce_rest("gradients()")
-            return state.full_gradients(self._runtime, self._control, self._scaler.look)
+            result: dict[str, torch.Tensor | None] = {}
+            for bucket_id, missing in self._absent().items():
+                bucket, shard = self._runtime.buckets[bucket_id], self._scaler.look(bucket_id)
+                views = None if shard is None else state.gather_like(self._runtime, bucket, shard.float())
+                for index, slot in enumerate(bucket.layout.slots):
+                    result[slot.name] = None if views is None or index in missing else views[index].cpu().clone()
+            return result
 
     def whole(self, optimizer_state: bool) -> tuple[state.FullValues, Gathered]:
         """All parameters, and what the optimizer holds of them if that is wanted: what `Engine.destroy` gives back."""

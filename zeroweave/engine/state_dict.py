@@ -6,7 +6,6 @@ Everything here is collective and works between a forward and a backward as well
 from __future__ import annotations
 
 import copy
-import difflib
 import io
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -18,11 +17,9 @@ from torch import nn
 from zeroweave._torch.modules import shapes_state_dict
 from zeroweave.comm.rounding import cast, cast_
 from zeroweave.engine.context import EngineContext
-from zeroweave.errors import EngineError, ParameterError
+from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout, Slot
 from zeroweave.parameters.foreign import is_foreign
-from zeroweave.parameters.module_parameters import ModuleParameters
-from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.runtime import Runtime
 
@@ -100,30 +97,6 @@ def _each_group(runtime: Runtime, bucket: Bucket) -> Iterator[torch.Tensor]:
         if number:
             runtime.transport.broadcast(flat, source=number)
         yield flat
-
-
-def absent_gradients(runtime: Runtime, control: Control) -> dict[int, frozenset[int]]:
-    """For each trainable bucket the slots that no rank has had a gradient for in the window."""
-    ranks = control.all_gather_bytes(runtime.gradients.had_gradient(), "which gradients exist")
-    return runtime.gradients.absent(bytes(any(flags) for flags in zip(*ranks, strict=True)))
-
-
-@torch.no_grad()
-def full_gradients(
-    runtime: Runtime, control: Control, look: Callable[[int], torch.Tensor | None]
-) -> dict[str, torch.Tensor | None]:
-    """The window's reduced gradients, full, float32, on the CPU; None where no rank had one.
-
-    `look(bucket id)` gives this rank's shard of them. All are settled.
-    """
-    result: dict[str, torch.Tensor | None] = {}
-    for bucket_id, missing in absent_gradients(runtime, control).items():
-        bucket = runtime.buckets[bucket_id]
-        shard = look(bucket_id)
-        views = None if shard is None else gather_like(runtime, bucket, shard.float())
-        for index, slot in enumerate(bucket.layout.slots):
-            result[slot.name] = None if views is None or index in missing else views[index].cpu().clone()
-    return result
 
 
 def persistent_buffers(model: nn.Module, every_name: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -244,54 +217,6 @@ def _all_names(parts: EngineContext) -> dict[str, tuple[str, ...]]:
     """Canonical name -> all names of the parameter, that one first. ParameterError where others have come."""
     parts.module_parameters.check()
     return parts.module_parameters.all_names
-
-
-def agree_on_state(
-    name: str, key: str, held: Mapping[str, Any], cut: bool, numel: int, control: Control, groups: int = 1
-) -> tuple[torch.Tensor, bool]:
-    """What its ranks know of the state `key` of parameter `name`, of which this one holds `held`. Collective.
-
-    This rank's part [numel], zeros if it holds none; or, as is told with it, one value for the whole parameter, such as
-    a step counter. `cut`: this rank holds one for each of the `numel` elements of its fragment. `groups`: how many
-    sharding groups have a parameter of this name. EngineError on all ranks where one of these holds nothing.
-    """
-    value = held.get(key)
-    mine = value if cut else None
-    whole, dtype = None, None if mine is None else mine.dtype
-    if value is not None and mine is None:
-        whole = torch.as_tensor(value, dtype=torch.float32 if isinstance(value, float) else None, device="cpu").detach()
-    ranks = control.all_gather_object((dtype, whole, sorted(map(str, held))), f"{key} of {name}")
-    found: dict[int, tuple[torch.Tensor, bool]] = {}
-    for rank, (theirs, value, _) in enumerate(ranks):
-        if value is not None:
-            found.setdefault(rank % groups, (value, True))
-        elif theirs is not None:
-            part = torch.zeros(numel, dtype=theirs, device="cpu") if mine is None else mine
-            found.setdefault(rank % groups, (part, False))
-    if len(found) == groups:
-        return found[control.rank % groups]
-    known = sorted({known for _, _, names in ranks for known in names})
-    raise EngineError(
-        f"[ZW406] the optimizer holds no {key!r} of {name!r}; "
-        + (f"it holds {', '.join(known)}" if known else "it holds nothing of it before its first step with a gradient")
-    )
-
-
-def name_of(parameter: nn.Parameter | str, model: nn.Module, parameters: ModuleParameters) -> str:
-    """The canonical name of a parameter that is given by one of its names or as the user's object."""
-    if isinstance(parameter, str):
-        name = parameters.aliases.get(parameter, parameter)
-        if name in parameters.names:
-            return name
-        near = difflib.get_close_matches(parameter, parameters.names, n=1)
-        raise EngineError(
-            f"[ZW406] the model has no parameter {parameter!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-        )
-    for named in (parameters.names.items(), model.named_parameters()):  # the user's own objects; those shown now
-        for name, known in named:
-            if known is parameter:
-                return name
-    raise EngineError(f"[ZW406] a parameter of shape {list(parameter.shape)} is none of the model's")
 
 
 def _by_modules(given: Mapping[str, Any], parts: EngineContext, lent: Lent) -> dict[str, Any]:
