@@ -468,6 +468,8 @@ class Engine:
             self._followers.close()
             values, (states, lacking) = self._values.whole(optimizer_state)
         self._calls.remove()
+        if (graphs := self._runtime.graphs) is not None:
+            graphs.close()  # they have memory, and views of parameters
         self._values.give_back(values, states)
         self._guard.close()
         self._parts.ends.close()

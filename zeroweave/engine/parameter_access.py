@@ -235,9 +235,7 @@ class ParameterAccess:
                             write_check.gives_up(label, control)
                     raise
             with self._guard("the end of full_parameters", clean=False):
-                held = self._runtime.directory.places
-                places = {name: (self._runtime.buckets[held[name][0]], held[name][1]) for name in self.shown.views}
-                if wrong := write_check.moved(self.shown.views, places):
+                if wrong := write_check.moved(self.shown.views, buckets):
                     write_check.gives_up(label, control)
                 refused = wrong or write_check.keep(buckets, before, control, label)
             if wrong:

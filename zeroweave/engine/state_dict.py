@@ -1,4 +1,4 @@
-"""Full values out of shards, and back: gathers, writes that are kept, state dicts.
+"""Full values out of shards, and back: state dicts, and what an engine hands back in the end.
 
 Everything here is collective and works between a forward and a backward as well as between steps.
 """

@@ -59,21 +59,20 @@ def compared(
 
 
 @torch.no_grad()
-def moved(shown: Mapping[str, torch.Tensor], bucket_of: Mapping[str, tuple[Bucket, int]]) -> str:
+def moved(shown: Mapping[str, torch.Tensor], buckets: Sequence[Bucket]) -> str:
     """Copies to where they belong the values of parameters that have other memory, as after ``p.data = …``.
 
-    `shown`: what was handed out, by name; `bucket_of`: the bucket of each, and its slot there. Returns in words what
-    cannot be copied; else "".
+    `shown`: what was handed out, by name. Returns in words what cannot be copied; else "".
     """
-    for name, view in shown.items():
-        bucket, slot = bucket_of[name]
-        there = bucket.views(bucket.flat)[slot]
+    places = (each for b in buckets for each in zip(b.layout.slots, b.real, b.views(b.flat), strict=True))
+    for slot, real, there in places:
+        name, view = slot.name, shown[slot.name]
         if view.data_ptr() == there.data_ptr() and view.stride() == there.stride() and view.shape == there.shape:
             continue
         if view.shape != there.shape or view.dtype != there.dtype or view.device != there.device:
             now, then = (f"{tuple(each.shape)} of {each.dtype} on {each.device}" for each in (view, there))
             return f"full_parameters(): {name!r} is {now} now, and was {then}: what takes its place must be like it"
-        bucket.real[slot].copy_(view)
+        real.copy_(view)
     return ""
 
 

@@ -80,7 +80,7 @@ class Log:
     def __init__(self, parts: EngineContext, scheduler: Scheduler, step: OptimizerStep, sinks: Sequence[Sink]) -> None:
         self._parts, self._scheduler, self._step, self._sinks = parts, scheduler, step, list(sinks)
         self._every, self._told = parts.config.log.every, False
-        self._exposed: tuple[Schedule, float | None] | None = None
+        self._exposed: tuple[Schedule | None, float] = None, 0.0
         """the schedule that was looked at last, and what `_exposed_seconds` found"""
         # Since the last figures:
         self._began = time.perf_counter()
@@ -178,12 +178,10 @@ class Log:
     def _exposed_seconds(self) -> float | None:
         """What computation waits for collectives in a step of the present schedule; None before costs are known."""
         schedule = self._scheduler.schedule
-        if schedule is None:
+        if schedule is None or schedule.costs is None:
             return None
-        if self._exposed is None or self._exposed[0] is not schedule:
-            costs = schedule.costs
-            waits = None if costs is None else simulate(schedule, costs).waits
-            self._exposed = schedule, None if waits is None else math.fsum(waits.values())
+        if self._exposed[0] is not schedule:
+            self._exposed = schedule, math.fsum(simulate(schedule, schedule.costs).waits.values())
         return self._exposed[1]
 
 
