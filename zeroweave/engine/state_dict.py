@@ -67,11 +67,17 @@ class FullValues:
 
 
 def _freed(bucket: Bucket) -> list[torch.Tensor]:
-    """The memory on the device that holds the values of a bucket, if no code views it."""
-    home = bucket.home
+    """The memory on the device that holds the values of a bucket, if no code views it.
+
+    Not a master as one tensor, which an optimizer's hooks may have kept, nor pinned memory, nor what NumPy shares.
+    """
+    home, on_host = bucket.home, bucket.home.hosts or bucket.home.source_on_host
+    if bucket.may_be_read(0) or (on_host and bucket.device.type == "cpu"):
+        return []
     held = {id(tensor): tensor for tensor in (home.source, *home.at_rest) if tensor.device == bucket.device}
-    on_host = bucket.device.type == "cpu" and (home.hosts or home.source_on_host)  # pinned memory has its own owner
-    return [] if on_host or bucket.may_be_read(0) else [*held.values()]
+    if bucket.layout.trainable:
+        held.pop(id(home.master), None)
+    return [tensor for tensor in held.values() if tensor.untyped_storage().resizable()]
 
 
 def gather_like(runtime: Runtime, bucket: Bucket, shard: torch.Tensor) -> list[torch.Tensor]:
