@@ -37,13 +37,10 @@ class ParameterAccess:
         self._window, self._scaler, self.shown = window, scaler, shown
         self._staging = parts.runtime.replay.executor.staging
 
-    @contextmanager
-    def _together(self, call: str) -> Iterator[None]:
-        """Guards a call that all ranks make."""
-        with self._guard(call):
-            self._window.refuse_inside(f"{call}()")
-            self._guard.meet()
-            yield
+    def _meet(self, call: str) -> None:
+        """In a guarded call that all ranks make, before anything else."""
+        self._window.refuse_inside(call)
+        self._guard.meet()
 
     # ------------------------------------------------------------------ one parameter
     def full(self, parameter: nn.Parameter | str, what: str = "param") -> torch.Tensor | None:
@@ -265,7 +262,8 @@ class ParameterAccess:
 
         The modules make the state dict. Where they only have other names since `initialize`, it has those of then.
         """
-        with self._together(call):
+        with self._guard(call):
+            self._meet(f"{call}()")
             values = dict(state.stream(self._parts))
             shaped, found = bool(state.changing(self._parts) or state.extra_states(self._model)), dict[str, Any]()
             try:
@@ -284,7 +282,8 @@ class ParameterAccess:
             yield found
 
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
-        with self._together("stream_state_dict"):
+        with self._guard("stream_state_dict"):
+            self._meet("stream_state_dict()")
             self.tell_left_out("stream_state_dict()")
         items = state.stream(self._parts)
         try:
@@ -308,12 +307,15 @@ class ParameterAccess:
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        with self._together("load_state_dict"), self.rewriting("load_state_dict()"):
-            state.load_state_dict(state_dict, self._parts, self.shown.lent)
+        with self._guard("load_state_dict"):
+            self._meet("load_state_dict()")
+            with self.rewriting("load_state_dict()"):
+                state.load_state_dict(state_dict, self._parts, self.shown.lent)
 
     @torch.no_grad()
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        with self._together("gradients"):
+        with self._guard("gradients"):
+            self._meet("gradients()")
             self._window.reduce_rest("gradients()")
             result: dict[str, torch.Tensor | None] = {}
             for bucket_id, missing in self._absent().items():
