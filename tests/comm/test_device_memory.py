@@ -107,14 +107,14 @@ def test_rises_are_told_apart_from_what_was_before() -> None:
         patch.stopall()
 
 
-def test_room_is_what_is_held_and_what_is_free() -> None:
+def test_room_is_what_is_held_and_a_share_of_what_is_free() -> None:
     allocator = Allocator()
     try:
         clock = clock_over(allocator)
         allocator.take(2 * GIB)
-        assert clock.room() == 8 * GIB
+        assert clock.room() == 8 * GIB and clock.room(sharing=2) == 5 * GIB
         allocator.fraction = 0.5
-        assert clock.room() == 5 * GIB
+        assert clock.room() == 5 * GIB and clock.room(sharing=3) == 4 * GIB
     finally:
         patch.stopall()
 

@@ -94,7 +94,7 @@ class Board:
 @pytest.mark.parametrize("aborted", [False, True])
 def test_a_window_that_an_exception_has_ended_is_closed(aborted: bool) -> None:
     board, costs = Board(), Costs((), {}, {}, {}, Line(), Line(), (), room=1000)
-    headroom = Headroom(cast(Any, board), cast(Any, board))
+    headroom = Headroom(cast(Any, board), cast(Any, board), 1)
     headroom.watch(costs)
     headroom.begin()
     if aborted:

@@ -83,8 +83,11 @@ class Clock:
     def restart_peak(self) -> None:
         """The peak counts from now on, for the whole process."""
 
-    def room(self) -> int:
-        """Bytes that may be in use at most: what the allocator holds, and what is free. 0 where it is not counted."""
+    def room(self, sharing: int = 1) -> int:
+        """Bytes that may be in use at most: what the allocator holds, and this rank's share of what is free.
+
+        `sharing`: so many ranks compute on the device. 0 where memory is not counted.
+        """
         return 0
 
     def give_back(self) -> None:
@@ -166,11 +169,11 @@ class DeviceClock(Clock):
         self._restart_counters()
         self._peak = self._reserved = 0
 
-    def room(self) -> int:
+    def room(self, sharing: int = 1) -> int:
         free, total = torch.cuda.mem_get_info(self._device)
         reserved = torch.cuda.memory_reserved(self._device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(self._device))
-        return min(reserved + free, allowed)
+        return min(reserved + free // sharing, allowed)
 
     def give_back(self) -> None:
         torch.cuda.empty_cache()

@@ -33,7 +33,7 @@ from zeroweave.engine.calls import Calls
 from zeroweave.engine.checkpoints.checkpoints import Checkpoints
 from zeroweave.engine.context import EngineContext
 from zeroweave.engine.guard import Guard, Progress
-from zeroweave.engine.headroom import SHORT, Headroom
+from zeroweave.engine.headroom import SHORT, Headroom, ranks_beside
 from zeroweave.engine.logs.log import AfterStep, Log, is_asked_for, refuse_missing, sinks_of
 from zeroweave.engine.logs.sinks import Sink
 from zeroweave.engine.model import agree_on, fill, share_buffers, specs_of
@@ -346,7 +346,8 @@ def _refuse_experts(layouts: Iterable[BucketLayout], whole: Set[str]) -> None:
 def _compose(parts: EngineContext, facts: Facts, lr_scheduler: Any, faults: Faults, sinks: Sequence[Sink]) -> Engine:
     """The engine, of objects that each know those before them."""
     settings, runtime = parts.config, parts.runtime
-    scheduler = Scheduler(parts, facts, Headroom(parts.transport, parts.agreements))
+    sharing = ranks_beside(parts.control, parts.device)
+    scheduler = Scheduler(parts, facts, Headroom(parts.transport, parts.agreements, sharing))
     access = Access(parts.model, runtime)
     for handle in hook_gradients(runtime, parts.module_parameters.names):
         parts.ends.callback(handle.remove)

@@ -7,8 +7,12 @@ nothing left meanwhile. What happens between windows or is only tried out tells 
 
 from __future__ import annotations
 
+import torch
+
 from zeroweave.comm.wire import Wire
 from zeroweave.engine.agreements import Agreements
+from zeroweave.ranks.control import Control
+from zeroweave.ranks.process import machine
 from zeroweave.schedule import Costs, Schedule, fixed, grown, margin
 
 SHORT = "memory is short"
@@ -16,10 +20,10 @@ SHORT = "memory is short"
 
 
 class Headroom:
-    """Of one rank."""
+    """Of one rank. `sharing`: so many ranks compute on its device, and each counts its share of what is free."""
 
-    def __init__(self, wire: Wire, agreements: Agreements) -> None:
-        self._wire, self._agreements = wire, agreements
+    def __init__(self, wire: Wire, agreements: Agreements, sharing: int) -> None:
+        self._wire, self._agreements, self._sharing = wire, agreements, sharing
         self._limit: int | None = None
         """bytes above which memory is short; None: no limit"""
         self._refusals: int | None = None
@@ -33,7 +37,7 @@ class Headroom:
 
     def room(self) -> int:
         """Bytes that may be in use at most; 0 where they are not counted."""
-        return self._wire.clock.room()
+        return self._wire.clock.room(self._sharing)
 
     def foresee(self, costs: Costs) -> Costs:
         """Costs that were agreed on, with as much outside flats as there was when memory was short: it may come again.
@@ -79,3 +83,11 @@ class Headroom:
         found = grown(costs, schedule, peak, room)
         self._fixed = max(self._fixed, fixed(found))
         return found
+
+
+def ranks_beside(control: Control, device: torch.device) -> int:
+    """How many ranks compute on this one's GPU; 1 on a CPU, where memory is not counted. Collective."""
+    if device.type != "cuda":
+        return 1
+    mine = machine(), str(torch.cuda.get_device_properties(device).uuid)
+    return control.all_gather_object(mine, "which ranks share a GPU").count(mine)
