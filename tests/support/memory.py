@@ -61,7 +61,7 @@ class CountedClock(Clock):
         self._rises.read(self._lately)
         return self._rises.take(), self.refused
 
-    def room(self) -> int:
+    def room(self, sharing: int = 1) -> int:
         return self.size
 
     def _look(self) -> int:
