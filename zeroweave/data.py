@@ -68,8 +68,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._batch, self._all = batch_size, batch_size * self.world
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
         self._epoch = self._position = 0
-        self._known: tuple[int, torch.Tensor, str | None] | None = None
-        """an epoch, its order, and the hash of it if it is shuffled"""
+        self._known: tuple[tuple[int, int], torch.Tensor, str | None] | None = None
+        """a seed and an epoch, the order of that, and the hash of it if it is shuffled"""
         self._loop: object | None = None
         """identifies the loop that is under way"""
         self._uncounted = False
@@ -101,7 +101,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """The batches from the position to the end of the epoch."""
         self._uncounted = self._uncounted or self._loop is None
-        order, places = self._order()[0], [self._position, *self._ends(self._position)]
+        order, places = self._order(self._seed, self._epoch)[0], [self._position, *self._ends(self._position)]
         return (self._cut(order, begin, end) for begin, end in pairwise(places))
 
     def counted(self, loader: Iterable[Batch]) -> Iterator[Batch]:
@@ -118,7 +118,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         try:
             ends = self._ends(self._position)
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(self._mixed(f"workers/{self._position}"))
+                torch.default_generator.manual_seed(_mixed(f"workers/{self._position}", self._seed, self._epoch))
                 batches = iter(loader)
             for batch in batches:
                 if self._loop is not loop:
@@ -152,7 +152,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             "position": self._position,
             "seed": self._seed,
             "samples": self._samples,
-            "order": self._order()[1],
+            "order": self._order(self._seed, self._epoch)[1],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -177,14 +177,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
             )
         if (state["order"] is not None) != self._shuffle:
             raise CheckpointError(f"[ZW609] the position is one of a sampler with shuffle={not self._shuffle}")
-        before = self._epoch, self._position, self._seed, self._known
-        self._epoch, self._position, self._seed, self._known = state["epoch"], state["position"], state["seed"], None
-        if self._order()[1] != state["order"]:
-            self._epoch, self._position, self._seed, self._known = before
+        if self._order(state["seed"], state["epoch"])[1] != state["order"]:
             raise CheckpointError(
                 f"[ZW609] the samples of epoch {state['epoch']} cannot be brought into the order that they had: it was "
                 "made by another version of PyTorch"
             )
+        self._epoch, self._position, self._seed = state["epoch"], state["position"], state["seed"]
         self._loop, self._uncounted = None, False
 
     # ------------------------------------------------------------------ inside
@@ -203,21 +201,16 @@ class GlobalBatchSampler(Sampler[list[int]]):
         indices: list[int] = order[places].tolist()
         return indices
 
-    def _order(self) -> tuple[torch.Tensor, str | None]:
-        """All indices in the order of the epoch, and the hash of them if they are shuffled."""
-        if self._known is not None and self._known[0] == self._epoch:
-            return self._known[1:]
-        if self._shuffle:
-            generator = torch.Generator().manual_seed(self._mixed("order"))
-            order = torch.randperm(self._samples, generator=generator, device="cpu")
-            self._known = self._epoch, order, xxhash.xxh3_128_hexdigest(order.numpy().data)
-        else:
-            self._known = self._epoch, torch.arange(self._samples, device="cpu"), None
+    def _order(self, seed: int, epoch: int) -> tuple[torch.Tensor, str | None]:
+        """All indices in the order of an epoch, and the hash of them if they are shuffled."""
+        if self._known is None or self._known[0] != (seed, epoch):
+            order, digest = torch.arange(self._samples, device="cpu"), None
+            if self._shuffle:
+                generator = torch.Generator().manual_seed(_mixed("order", seed, epoch))
+                order = torch.randperm(self._samples, generator=generator, device="cpu")
+                digest = xxhash.xxh3_128_hexdigest(order.numpy().data)
+            self._known = (seed, epoch), order, digest
         return self._known[1:]
-
-    def _mixed(self, what: str) -> int:
-        """A seed that no other epoch, no other seed and nothing else has in common with it."""
-        return xxhash.xxh3_64_intdigest(f"{what}/{self._seed}/{self._epoch}".encode())
 
     def _refuse(self, loader: Iterable[Any]) -> None:
         if not isinstance(loader, DataLoader):
@@ -231,6 +224,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
             raise EngineError(
                 "[ZW609] a DataLoader with in_order=False gives batches in an order that no position tells"
             )
+
+
+def _mixed(what: str, seed: int, epoch: int) -> int:
+    """A seed that no other epoch, no other seed and nothing else has in common with it."""
+    return xxhash.xxh3_64_intdigest(f"{what}/{seed}/{epoch}".encode())
 
 
 def _own_place() -> tuple[int, int]:

@@ -112,13 +112,11 @@ class Journal:
         self._rank = rank
         self._events: deque[Event] = deque(maxlen=_KEPT)
 
-    def tell(self, kind: EventKind, reason: str) -> None:
-        """One more event."""
-        self._add(kind, reason, logging.INFO)
-
-    def tell_loudly(self, kind: EventKind, reason: str) -> None:
-        """One more event that the user ought to know of each time."""
-        self._add(kind, reason, logging.WARNING)
+    def tell(self, kind: EventKind, reason: str, level: int = logging.INFO) -> None:
+        """One more event. `level`: of the logger."""
+        self._events.append(Event(kind, reason))
+        if self._rank == 0:
+            _LOG.log(level, "zeroweave: %s", reason)
 
     def warn(self, kind: EventKind, reason: str) -> None:
         """One more event that the user ought to know of once: a warning."""
@@ -130,8 +128,3 @@ class Journal:
         taken = tuple(self._events)
         self._events.clear()
         return taken
-
-    def _add(self, kind: EventKind, reason: str, level: int) -> None:
-        self._events.append(Event(kind, reason))
-        if self._rank == 0:
-            _LOG.log(level, "zeroweave: %s", reason)

@@ -7,16 +7,16 @@ import io
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroweave as zw
+from tests.parameters.test_stub import TOUCHES
 from zeroweave.errors import ParameterError
 
 pytestmark = pytest.mark.oldest
@@ -78,68 +78,7 @@ def reach(sharded: Sharded, moment: str) -> None:
         sharded.engine.step()
 
 
-def init(p: Tensor) -> None:
-    nn.init.normal_(p)
-
-
-def assign(p: Tensor) -> None:
-    p[0] = 1.0
-
-
-def assign_data(p: Tensor) -> None:
-    p.data = torch.zeros(SHAPE)
-
-
-def write_data(p: Tensor) -> None:
-    p.data.zero_()
-
-
-@torch.no_grad()
-def write(p: Tensor) -> None:
-    p.mul_(0.5)
-
-
-TOUCHES: dict[str, Callable[[Any], object]] = {
-    "norm": lambda p: p.norm(),
-    "vector_norm": lambda p: torch.linalg.vector_norm(p),
-    "sum": lambda p: p.sum().item(),
-    "float": lambda p: float(p.mean()),
-    "tolist": lambda p: p.tolist(),
-    "numpy": lambda p: p.numpy(),
-    "index": lambda p: p[0],
-    "iterate": lambda p: list(p),
-    "clone": lambda p: p.clone(),
-    "view": lambda p: p.t(),
-    "cpu": lambda p: p.cpu(),
-    "to": lambda p: p.to(torch.float64),
-    "half": lambda p: p.half(),
-    "deepcopy": lambda p: copy.deepcopy(p),
-    "copy": lambda p: copy.copy(p),
-    "pickle": lambda p: pickle.dumps(p),
-    "save": lambda p: torch.save(p, io.BytesIO()),
-    "save in a dict": lambda p: torch.save({"w": p}, io.BytesIO()),
-    "clamp_": lambda p: p.clamp_(-1, 1),
-    "copy_": lambda p: p.copy_(torch.zeros(SHAPE)),
-    "copy_ from": lambda p: torch.zeros(SHAPE).copy_(p),
-    "mul_": write,
-    "init": init,
-    "setitem": assign,
-    "data": assign_data,
-    "data.zero_": write_data,
-    "foreach": lambda p: torch._foreach_mul_([p], 2.0),
-    "l2 penalty": lambda p: 0.1 * p.pow(2).sum(),
-    "linear": lambda p: F.linear(torch.ones(1, 8), p),
-    "matmul": lambda p: torch.ones(1, 8) @ p,
-    "stack": lambda p: torch.stack([p]),
-    "equal": lambda p: torch.equal(p, torch.zeros(SHAPE)),
-    "isnan": lambda p: torch.isnan(p).any(),
-    "flatten into a vector": lambda p: nn.utils.parameters_to_vector([p]),
-    "data_ptr": lambda p: p.data_ptr(),
-    "storage": lambda p: p.untyped_storage(),
-    "hook": lambda p: p.register_post_accumulate_grad_hook(lambda parameter: None),
-}
-
-
+@pytest.mark.filterwarnings("ignore:To copy construct:UserWarning")
 @pytest.mark.parametrize("touch", TOUCHES)
 def test_a_touch_is_refused_by_name(sharded: Sharded, touch: str) -> None:
     for moment in MOMENTS:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroweave as zw
-from zeroweave.engine.checkpoints import saved
+from zeroweave.engine.checkpoints import content
 from zeroweave.optim import state_offload
 from zeroweave.optim.codes import Coded, decode
 
@@ -32,7 +32,7 @@ def counting() -> Iterator[list[int]]:
         return decode(coded)
 
     with pytest.MonkeyPatch.context() as patched:
-        for module in (saved, state_offload):
+        for module in (content, state_offload):
             patched.setattr(module, "decode", counted)
         yield decoded
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import zeroweave as zw
-from zeroweave.engine.after_step import tokens_of
-from zeroweave.engine.logs.sinks import FILE, Figures, Happened, JsonLines
+from zeroweave.engine.logs.log import tokens_of
+from zeroweave.engine.logs.sinks import FILE, json_lines
 from zeroweave.engine.logs.terminal import Terminal
 from zeroweave.errors import ConfigError
 
@@ -253,11 +253,9 @@ def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) ->
     assert f"loss {sum(losses[2:]) / 2:.4f}, " in told[-1] and " tokens/s, " in told[-1] and " ms a step" in told[-1]
 
 
-def figures(step: int, **known: Any) -> Figures:
+def figures(step: int, **known: Any) -> dict[str, Any]:
     unknown = {"loss": None, "tokens_per_second": None, "memory": None, "exposed": None, "gradient_norm": None}
-    return Figures(
-        **{"step": step, "seconds": 0.25, "learning_rates": (0.1,), "loss_scale": 1.0, "skipped": 0, **unknown, **known}
-    )
+    return {"step": step, "seconds": 0.25, "learning_rates": [0.1], "loss_scale": 1.0, "skipped": 0, **unknown, **known}
 
 
 def plain(shown: str) -> list[str]:
@@ -269,10 +267,11 @@ def plain(shown: str) -> list[str]:
 def test_a_bar_on_a_terminal(width: int) -> None:
     file = io.StringIO()
     bar = Terminal(Console(file=file, force_terminal=True, width=width), 10)
-    bar.step_ended(1)
-    bar.figures(figures(1, loss=2.5, tokens_per_second=12345.6, memory=3 << 30, exposed=0.0123, skipped=2))
-    bar.happened(Happened(2, 3, "fallback", "a [reason] of rank 3"))
-    bar.step_ended(2)
+    bar.tell("step", {"step": 1})
+    known = {"loss": 2.5, "tokens_per_second": 12345.6, "memory": 3 << 30, "exposed": 0.0123, "skipped": 2}
+    bar.tell("figures", figures(1, **known))
+    bar.tell("event", {"step": 2, "rank": 3, "event": "fallback", "reason": "a [reason] of rank 3"})
+    bar.tell("step", {"step": 2})
     bar.close()
     shown = plain(file.getvalue())
     told = "loss 2.5000, 12,346 tokens/s, 250.0 ms a step, 3.0 GiB, 12.3 ms of it exposed communication, 2 skipped"
@@ -314,20 +313,20 @@ def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_json_has_no_numbers_for_is_null(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path)
-    sink.figures(figures(1, loss=float("inf"), learning_rates=(float("nan"), 0.5)))
+    sink = json_lines(tmp_path)
+    sink.tell("figures", figures(1, loss=float("inf"), learning_rates=[float("nan"), 0.5]))
     sink.close()
     (told,) = lines(tmp_path)
     assert told["loss"] is None and told["learning_rates"] == [None, 0.5]
 
 
 def test_a_log_that_cannot_be_written_any_more_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: JsonLines, told: Figures) -> None:
+    def full(_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with started({"log_dir": str(tmp_path), "log": {"every": 1}}) as engine:
         train(engine, 2)
-        monkeypatch.setattr(JsonLines, "figures", full)
+        monkeypatch.setattr("zeroweave.engine.logs.sinks._finite", full)
         with pytest.warns(
             UserWarning, match=r"the log goes to metrics.jsonl no more: OSError: .*No space left"
         ) as told:

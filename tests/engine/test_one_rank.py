@@ -110,3 +110,35 @@ def test_an_array_that_shares_a_parameter_sees_what_is_written() -> None:
             array = parameters["layers.0.weight"].detach().numpy()
         train(engine, 1)
         assert torch.equal(torch.from_numpy(array), engine.state_dict()["layers.0.weight"])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_end_has_no_bucket_twice(compiled: bool) -> None:
+    """`destroy` frees what a bucket is computed with as soon as its parameters have values of their own."""
+    compiling = {"enabled": compiled, "lower": "aot_eager"}
+    with start({"precision": {"params": "bfloat16"}}, stage=3, compile=compiling) as engine:
+        train(engine)
+        buckets, wanted = [*engine._runtime.buckets.values()], engine.state_dict()
+        assert all(bucket.resident for bucket in buckets)
+    assert not any(bucket.resident for bucket in buckets)
+    found = engine.module.state_dict()
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_backward_behind_the_end_is_refused(compiled: bool) -> None:
+    compiling = {"enabled": compiled, "lower": "aot_eager"}
+    with start({"precision": {"params": "bfloat16"}}, stage=3, compile=compiling) as engine:
+        train(engine)
+        late = engine(torch.zeros(4, 8)).float().sum()
+    with pytest.raises(zw.EngineError, match=r"ZW40[37]"):
+        late.backward()
+
+
+def test_the_end_leaves_memory_that_is_viewed() -> None:
+    with start({"precision": {"params": "bfloat16"}}, stage=3) as engine:
+        train(engine)
+        with engine.full_parameters() as parameters:
+            kept = {name: parameter.detach() for name, parameter in parameters.items()}
+            wanted = {name: parameter.clone() for name, parameter in kept.items()}
+    assert all(torch.equal(kept[name], wanted[name]) for name in kept)

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.oldest
 
 def test_earlier_references_refuse_while_the_module_computes(resting: Resting) -> None:
     x = torch.randn(3, 8)
-    resting.parameters.show_real()
-    resting.parameters.show_real()
+    resting.parameters.show()
+    resting.parameters.show()
     expected = resting.model(x)
     assert type(resting.model[0].weight) is nn.Parameter and resting.status.showing is Showing.REAL
     for p in (resting.list[0], resting.optimizer.param_groups[0]["params"][0]):
@@ -39,13 +39,12 @@ def test_earlier_references_refuse_while_the_module_computes(resting: Resting) -
     with pytest.raises(ParameterError) as caught:
         resting.list[0].norm()
     assert "through the module" not in str(caught.value)
-    resting.parameters.show_real()
+    resting.parameters.show()
     assert torch.equal(resting.model(x), expected)
 
 
 def test_full_parameters_serve_independent_state(resting: Resting) -> None:
-    resting.parameters.open(resting.parameters.views())
-    resting.parameters.show_real()
+    resting.parameters.show(showing=Showing.OPEN)
     served = resting.model.state_dict()
     kept = resting.model.state_dict(keep_vars=True)
     real = resting.model[0].weight
@@ -61,17 +60,17 @@ def test_other_parameters_can_be_shown(resting: Resting) -> None:
     others = {name: nn.Parameter(torch.zeros(stub.shape)) for name, stub in resting.parameters.names.items()}
     resting.parameters.show(others)
     assert resting.model[0].weight is others[NAME] and not resting.model(torch.randn(2, 8)).any()
-    resting.parameters.show_real()
+    resting.parameters.show()
     assert resting.model[0].weight.any()
     resting.parameters.show_stubs()
 
 
 def test_views_of_the_real_ones_can_be_kept(resting: Resting) -> None:
-    resting.parameters.show_real()
+    resting.parameters.show()
     real = resting.model[0].weight
     resting.parameters.show_stubs()
     views = resting.parameters.views()
-    resting.parameters.open(views)
+    resting.parameters.show(views, Showing.OPEN)
     assert list(views) == list(resting.parameters.names) and resting.model[0].weight is views[NAME] is not real
     with torch.no_grad():
         views[NAME].fill_(3.0)
@@ -99,7 +98,7 @@ def test_tied_parameters_are_one_with_several_places() -> None:
     model, parameters = resting.model, resting.parameters
     assert list(parameters.names) == ["embedding.weight"]
     assert parameters.aliases == {"head.weight": "embedding.weight", "again.weight": "embedding.weight"}
-    parameters.show_real()
+    parameters.show()
     assert model.embedding.weight is model.head.weight and type(model.head.weight) is nn.Parameter
     model(torch.tensor([1, 2])).sum().backward()
     parameters.show_stubs()
@@ -118,7 +117,7 @@ def test_recurrent_modules_compute_with_the_real_parameters(kind: type[nn.RNNBas
     for _ in range(2):
         with pytest.raises(ParameterError):
             model(x)
-        resting.parameters.show_real()
+        resting.parameters.show()
         out = model(x)[0]
         assert torch.equal(out, expected)
         out.sum().backward()
@@ -138,7 +137,7 @@ def test_compiled_code_survives_the_exchange() -> None:
     counter = CompileCounter()
     compiled = torch.compile(resting.model, backend=counter)
     for _ in range(4):
-        resting.parameters.show_real()
+        resting.parameters.show()
         compiled(torch.randn(3, 8)).sum().backward()
         assert resting.model[0].weight.grad is not None
         resting.parameters.show_stubs()
@@ -150,12 +149,12 @@ def test_a_replaced_entry_is_named_and_nothing_changes(resting: Resting) -> None
     resting.model[0].weight = mine
     del resting.model[3].bias
     with pytest.raises(ParameterError, match=r"^\[ZW\d+\] 0\.weight, 3\.bias: replaced or deleted"):
-        resting.parameters.show_real()
+        resting.parameters.show()
     assert type(resting.model[3].weight) is AtRest and resting.status.showing is Showing.STUBS
 
 
 def test_an_entry_replaced_while_shown_does_not_keep_the_others_there(resting: Resting) -> None:
-    resting.parameters.show_real()
+    resting.parameters.show()
     mine = nn.Parameter(torch.zeros(16, 8))
     resting.model[0].weight = mine
     with pytest.raises(ParameterError, match=r"^\[ZW\d+\] 0\.weight: replaced"):
@@ -173,7 +172,7 @@ def test_restore_gives_ordinary_parameters_back() -> None:
     before = copy.deepcopy(model)
     resting = make_resting(model)
     assert resting.list[0].tag == "of the user"  # type: ignore[attr-defined]
-    resting.parameters.show_real()
+    resting.parameters.show()
     assert model[0].weight.tag == "of the user"
     kept: dict[str, torch.Tensor] = {name: p.detach().clone() for name, p in model.named_parameters()}
     with torch.no_grad():
@@ -261,7 +260,7 @@ def test_a_forward_and_backward_before_does_not_poison_the_real_ones() -> None:
     model.zero_grad()
     check(model)
     resting = make_resting(model)
-    resting.parameters.show_real()
+    resting.parameters.show()
     model(torch.randn(2, 4)).sum().backward()
     assert loss.grad_fn is not None
 
@@ -288,7 +287,7 @@ def test_an_exchange_is_cheap() -> None:
     best = float("inf")
     for _ in range(50):
         begin = time.thread_time()
-        resting.parameters.show_real()
+        resting.parameters.show()
         best = min(best, time.thread_time() - begin)
         resting.parameters.show_stubs()
     assert best < 0.5e-3

@@ -76,6 +76,14 @@ TOUCHES: dict[str, Callable[[nn.Parameter], object]] = {
     "swap": lambda p: p.module_load(torch.zeros(16, 8)),
     "set_": lambda p: no_grad(lambda: p.set_(torch.zeros(16, 8))),
     "resize_": lambda p: p.resize_(3),
+    "vector_norm": lambda p: torch.linalg.vector_norm(p),
+    "clone": lambda p: p.clone(),
+    "half": lambda p: p.half(),
+    "save in a dict": lambda p: torch.save({"w": p}, io.BytesIO()),
+    "write": lambda p: no_grad(lambda: p.mul_(0.5)),
+    "write data": lambda p: p.data.zero_(),
+    "foreach write": lambda p: torch._foreach_mul_([p], 2.0),
+    "equal": lambda p: torch.equal(p, torch.zeros(16, 8)),
 }
 
 

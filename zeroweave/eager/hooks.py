@@ -1,4 +1,4 @@
-"""The calls of modules: regions and other modules with parameters enter the runtime before they compute.
+"""The calls of modules: regions, other modules with parameters and marked methods enter the runtime first.
 
 A `ModuleCall` stands in `module._compiled_call_impl`, the place that PyTorch keeps for a replacement of a
 module's call. It wraps the module's own hooks and forward, compiled or not, and Dynamo never sees it.
@@ -174,3 +174,28 @@ def hook_gradient(parameter: nn.Parameter, runtime: Runtime, bucket: int, slot: 
 def hooks_beside(parameter: torch.Tensor, trained: bool) -> tuple[int, ...]:
     """The ids of a parameter's hooks other than that of `hook_gradient`, which is the first of a `trained` one."""
     return *tensor_hooks(parameter), *post_accumulate_hooks(parameter)[int(trained) :]
+
+
+def mark_forward(module: nn.Module, *methods: str) -> None:
+    """Makes these methods of `module` run as `forward` does under an engine, with the parameters that they read.
+
+    To be called before or after `initialize`, on all ranks; without an engine the methods are unchanged. A marked
+    method is collective as a forward is. EngineError for a name that is no method of the module.
+    """
+    for name in methods:
+        if not callable(getattr(type(module), name, None)):
+            raise EngineError(f"mark_forward: {type(module).__name__} has no method {name!r}")
+        vars(module).update({name: MarkedMethod(module, name)})
+
+
+class MarkedMethod:
+    """Replaces a method in the module's attributes, so that copies of the module have their own."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = module, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(type(self._module), self._name).__get__(self._module)
+        calls = (inner._compiled_call_impl for inner in self._module.modules())
+        call = next((each for each in calls if isinstance(each, ModuleCall)), None)
+        return method(*args, **kwargs) if call is None else call.forward(method, args, kwargs)

@@ -16,7 +16,7 @@ from zeroweave.eager.hooks import hook_gradient, hooks_beside
 from zeroweave.errors import EngineError
 from zeroweave.notices import warn
 from zeroweave.parameters.module_parameters import ModuleParameters
-from zeroweave.parameters.stub import AtRest
+from zeroweave.parameters.stub import AtRest, Showing
 from zeroweave.runtime.runtime import Runtime
 
 
@@ -35,8 +35,6 @@ class ParameterVisibility:
         """what `open` shows, by name; None: it is closed"""
         self._off = set[str]()
         """the trained parameters whose real ones do not require gradients, by name"""
-        self._lends = False
-        """True if this rank shows its own full values"""
         for bucket in access.buckets:
             bucket.attach(self._retire, parameters.status.hooks)
         self.show()  # once before users can keep anything: the buckets learn what is the engine's own
@@ -78,7 +76,7 @@ class ParameterVisibility:
                     view.requires_grad_()  # or it takes no hook
                     hook_gradient(view, runtime, *places[name])
                     view.requires_grad_(on)
-        self._module_parameters.open(views)
+        self._module_parameters.show(views, Showing.OPEN)
         self._views = views
 
     def close(self) -> None:
@@ -127,15 +125,20 @@ class ParameterVisibility:
     @contextmanager
     def lent(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Inside, this rank's modules show these full values, by name, wherever they are. Nothing computes. Local."""
-        self._module_parameters.show_values(values)
-        self._lends = True
+        stubs = self._module_parameters.names.items()
+        lent = {name: nn.Parameter(values[name], stub.requires_grad) for name, stub in stubs}
+        self._module_parameters.show(lent, Showing.LENT)
         try:
             yield
         finally:
-            self._lends = False
             self._module_parameters.show_stubs()
             if self._views is not None:
-                self._module_parameters.open(self._views)
+                self._module_parameters.show(self._views, Showing.OPEN)
+
+    @property
+    def _lends(self) -> bool:
+        """True if this rank shows its own full values."""
+        return self._module_parameters.status.showing is Showing.LENT
 
     # ------------------------------------------------------------------ to the loss
     def read(self, name: str, values: bool) -> nn.Parameter | None:
@@ -145,9 +148,7 @@ class ParameterVisibility:
         which gathers them, collectively at stage 3. They stay usable as `Runtime.read` says.
         """
         runtime = self._runtime
-        if self._lends:
-            return None
-        if not (runtime.awaits_backward or runtime.in_session or runtime.in_backward):
+        if self._lends or not (runtime.awaits_backward or runtime.in_session or runtime.in_backward):
             return None
         if not (runtime.in_session or runtime.in_backward):
             self._toggle()
@@ -165,7 +166,7 @@ class ParameterVisibility:
             )
         if self._count == 0:
             self._toggle()
-            self._module_parameters.show_real()
+            self._module_parameters.show(showing=Showing.OPEN if self.is_open else Showing.REAL)
             self._access.watch()
             self._note(shown=True)
         self._count += 1
@@ -189,7 +190,7 @@ class ParameterVisibility:
             if self._views is None:
                 self._module_parameters.show_stubs()
             else:
-                self._module_parameters.show(self._views)
+                self._module_parameters.show(self._views, Showing.OPEN)
             self._note(shown=False)
 
     def reset(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Final
 
 import xxhash
@@ -74,18 +75,17 @@ class Agreements:
             decision = decide({0: mine})
         else:
             given = options()
-            mine = replace(mine, flags=flags + self.notes.flags, options=_hash(given))
+            mine = replace(mine, flags=flags + self.notes.flags, options=xxhash.xxh3_64_intdigest(packed(given)))
             decision = self._agree(mine, "agreement")
             if decision.options_differ:
                 self._compare(given)
         if decision.differ:
             self.schedule(candidate)
-        first, second = len(had_gradient), len(had_gradient) + len(late)
-        third = second + len(viewed)
-        flags = decision.flags
+        left = iter(decision.flags)
+        told = [bytes(islice(left, len(own))) for own in (had_gradient, late, viewed)]
         if not self._transport.skips:
-            self.notes.agree(flags[third:])
-        return Found(decision, flags[:first], flags[first:second], flags[second:third])
+            self.notes.agree(bytes(left))
+        return Found(decision, *told)
 
     def union(self, what: str, flags: bytes) -> bytes:
         """For each byte, whether it is 1 on any rank; this rank's own where others have other things. Collective."""
@@ -169,8 +169,3 @@ class Agreements:
         told = mine if self._control.rank in (0, other) else ()
         ranks = self._control.all_gather_object(told, f"where rank {other} differs")
         return first_difference(ranks[0], ranks[other], 0, other)
-
-
-def _hash(options: Options) -> int:
-    """64 bits."""
-    return xxhash.xxh3_64_intdigest(packed(options))

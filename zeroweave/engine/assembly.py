@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -28,53 +28,63 @@ from zeroweave.eager.access import Access
 from zeroweave.eager.hooks import hook_gradients
 from zeroweave.eager.parameter_visibility import ParameterVisibility
 from zeroweave.engine import Engine
-from zeroweave.engine.after_step import AfterStep
 from zeroweave.engine.agreements import Agreements
-from zeroweave.engine.arguments import Arguments, OptimizerLike, checked_arguments
 from zeroweave.engine.calls import Calls
 from zeroweave.engine.checkpoints.checkpoints import Checkpoints
 from zeroweave.engine.context import EngineContext
 from zeroweave.engine.guard import Guard, Progress
 from zeroweave.engine.headroom import SHORT, Headroom, ranks_beside
-from zeroweave.engine.logs.log import Log, is_asked_for, sinks_of
+from zeroweave.engine.logs.log import AfterStep, Log, is_asked_for, refuse_missing, sinks_of
 from zeroweave.engine.logs.sinks import Sink
 from zeroweave.engine.model import agree_on, fill, share_buffers, specs_of
 from zeroweave.engine.parameter_access import ParameterAccess
 from zeroweave.engine.samples import Samples
 from zeroweave.engine.scheduler import Scheduler
-from zeroweave.engine.settings import facts_of, layouts_of, policy_of, replicas_of, settings_of, sharded_as
+from zeroweave.engine.settings import (
+    facts_of,
+    layouts_of,
+    passes_of,
+    policy_of,
+    replicas_of,
+    settings_of,
+    sharded_as,
+)
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.transports import Communicators, gather_by
 from zeroweave.engine.window import Window
 from zeroweave.errors import ConfigError, EngineError, ParameterError
-from zeroweave.experts import groups_of
+from zeroweave.experts import find_experts, groups_of
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.notices import Journal, warn
 from zeroweave.optim.adaptive import Adaptive
-from zeroweave.optim.check import in_no_group
+from zeroweave.optim.check import check_optimizers, in_no_group
 from zeroweave.optim.compact import refuse_compact
 from zeroweave.optim.groups import serve_modes
 from zeroweave.optim.matrices import Whole
 from zeroweave.optim.rules import Kernels
 from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
+from zeroweave.optim.several import Schedulers, WholeMatrices, as_one, given, members_of
 from zeroweave.optim.state_dict import StateDicts, weak
 from zeroweave.optim.states import States, agree, take
 from zeroweave.optim.step import ShardedOptimizer
+from zeroweave.parameters.check import check
 from zeroweave.parameters.foreign import foreign_parameters, move, own_parameters
 from zeroweave.parameters.module_parameters import rest
 from zeroweave.parameters.stub import StubStatus
-from zeroweave.parameters.weights import WeightsLike
+from zeroweave.parameters.weights import Buffers, Weights, WeightsLike, weights_of
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Control
-from zeroweave.ranks.faults import Faults
-from zeroweave.ranks.signals import NUMBERS, Notes, listen
+from zeroweave.ranks.faults import Fault, Faults
+from zeroweave.ranks.signals import NUMBERS, Notes, check_thread, listen
 from zeroweave.ranks.start import start_process_group
 from zeroweave.runtime.call_graphs import CallGraphs
 from zeroweave.runtime.cuda_capture import capture_for
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.schedule import Facts
 
+Optimizers = torch.optim.Optimizer | WholeMatrices | Sequence[torch.optim.Optimizer | WholeMatrices]
+OptimizerLike = Optimizers | Callable[[list[nn.Parameter]], Optimizers]
 SchedulerLike = LRScheduler | Sequence[LRScheduler]
 
 
@@ -115,7 +125,7 @@ def initialize(
     that is refused; nothing has been changed then.
     """
     try:
-        asked: Arguments | Exception = checked_arguments(model, optimizer, config, lr_scheduler, weights)
+        asked: _Arguments | Exception = _checked(model, optimizer, config, lr_scheduler, weights)
     except Exception as error:
         asked = error  # raised when the ranks have met: the others may not have it, and must not wait for this one
     settings = Config() if isinstance(asked, Exception) else asked.settings
@@ -144,9 +154,77 @@ def initialize(
         raise
 
 
+@dataclass(frozen=True)
+class _Arguments:
+    """What `initialize` was asked for, checked on one rank alone. `experts`: see `specs_of`."""
+
+    settings: Config
+    optimizer: torch.optim.Optimizer | None
+    whole: frozenset[int]
+    """by `id`, the parameters that are updated as wholes"""
+    scheduler: Any
+    experts: frozenset[int]
+    weights: Weights
+    buffers: Buffers
+    fault: Fault | None
+
+
+def _checked(
+    model: nn.Module, optimizer: OptimizerLike | None, config: Any, lr_scheduler: Any, weights: WeightsLike | None
+) -> _Arguments:
+    """Raises what `initialize` does for arguments that are refused."""
+    settings, fault = Config.load(config), Fault.asked_for()
+    if settings.checkpoint.save_on_signal is not None:
+        check_thread()
+    passes_of(settings)
+    refuse_missing(settings)
+    check(model)
+    experts = find_experts(model, settings.experts)
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(list(own_parameters(model).values()))
+    passed = [] if optimizer is None else given(optimizer)
+    check_optimizers(passed, model)
+    one = as_one([each.optimizer for each in passed]) if passed else None
+    whole = frozenset(
+        id(p) for each in passed if each.whole for group in each.optimizer.param_groups for p in group["params"]
+    )
+    source = weights_of(model, weights)
+    scheduler = _scheduler_of(lr_scheduler, one)
+    return _Arguments(settings, one, whole, scheduler, experts, source, Buffers(model, source), fault)
+
+
+def _scheduler_of(passed: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+    """The scheduler itself, made here if a callable was given. EngineError for anything that is none."""
+    if passed is None:
+        return None
+    if optimizer is None:
+        raise EngineError("[ZW305] lr_scheduler needs an optimizer: pass both to zeroweave.initialize, or neither")
+    made = passed(optimizer) if callable(passed) and not _is_scheduler(passed) else passed
+    schedulers = list(made) if isinstance(made, list | tuple) and made else [made]
+    for each in schedulers:
+        if isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise EngineError("[ZW305] ReduceLROnPlateau needs a metric: step it yourself after engine.step()")
+        if not _is_scheduler(each):
+            what = "what the callable made is" if made is not passed else "it is"
+            raise EngineError(
+                "[ZW305] lr_scheduler must be a scheduler such as those of torch.optim.lr_scheduler, a list of them, "
+                "or a callable from the optimizer to either, for instance "
+                f"lambda optimizer: CosineAnnealingLR(optimizer, T_max=100); {what} of type {type(each).__name__}"
+            )
+        if getattr(each, "optimizer", optimizer) not in (optimizer, *members_of(optimizer)):
+            raise EngineError(
+                "[ZW305] lr_scheduler moves the learning rates of another optimizer than the one that was passed"
+            )
+    return made if made is schedulers[0] else Schedulers(schedulers)
+
+
+def _is_scheduler(value: Any) -> bool:
+    return callable(getattr(value, "step", None)) and not isinstance(value, type | torch.optim.Optimizer)
+
+
 def _assemble(
     model: nn.Module,
-    asked: Arguments,
+    asked: _Arguments,
     group: dist.ProcessGroup | None,
     device: torch.device,
     control: Control,
@@ -315,6 +393,6 @@ def _compose(parts: EngineContext, facts: Facts, lr_scheduler: Any, faults: Faul
 
     samples = Samples.asked_for(parts, scheduler, step, stats)
     log = Log(parts, scheduler, step, sinks) if is_asked_for(settings) and parts.optimizer is not None else None
-    followers = AfterStep(parts.transport, checkpoints, log, samples)
+    followers = AfterStep(parts.transport, log, samples)
     running = faults.before(calls, "forward", "forward")
     return Engine(parts, running, scheduler, window, step, values, checkpoints, followers, stats)

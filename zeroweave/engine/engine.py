@@ -11,17 +11,16 @@ import torch
 from torch import nn
 
 from zeroweave.comm.ledger import Ledger
-from zeroweave.engine.after_step import AfterStep
 from zeroweave.engine.calls import Calls, Loss, arguments_of, loss_of
 from zeroweave.engine.checkpoints.checkpoints import Checkpoints, Plain, StrPath
 from zeroweave.engine.context import EngineContext
+from zeroweave.engine.logs.log import AfterStep
 from zeroweave.engine.parameter_access import ParameterAccess, tell_dropped
-from zeroweave.engine.scheduler import Plan, Scheduler
+from zeroweave.engine.scheduler import Plan, Recording, Scheduler
 from zeroweave.engine.settings import PlanChanges, Prefetch, changes_of
 from zeroweave.engine.snapshot import tried_out
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
-from zeroweave.engine.timing import Recording
 from zeroweave.engine.window import Window
 from zeroweave.layout import BucketLayout, Fragment
 from zeroweave.schedule import Instruction, Operations, Pass, Schedule
@@ -149,7 +148,7 @@ class Engine:
             found = loss_of(output, batch, loss)
         self._backward(found)
         self._followers.loss(found, self._window.divisor)
-        self._followers.step_ended(self._micro_step())
+        self._micro_step()
         return found.detach()
 
     @_untraced
@@ -171,7 +170,7 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         """What the losses of the present window are multiplied by; 1 where nothing is scaled."""
-        return self._step.loss_scale
+        return self._step.scaler.loss_scale.value
 
     # ------------------------------------------------------------------ windows
     @contextmanager
@@ -220,15 +219,15 @@ class Engine:
     @_untraced
     def step(self) -> None:
         """Ends a micro-step; at the boundary, the optimizer step. To be called after every backward."""
-        self._followers.step_ended(self._micro_step())
+        self._micro_step()
 
-    def _micro_step(self) -> bool:
-        """Ends a micro-step. True at a boundary."""
+    def _micro_step(self) -> None:
         with self._guard("step"):
             boundary = self._window.ends()
             self._step.take(boundary)
             self._window.micro_step_ended(boundary)
-        return boundary
+        self._checkpoints.step_ended(boundary)
+        self._followers.step_ended(boundary)
 
     def was_step_applied(self) -> bool:
         """True if the last `step()` ran the optimizer: not inside a window, nor where gradients were not finite."""
@@ -404,7 +403,7 @@ class Engine:
         this rank's times) and `graph` (what depends on what). Costs a few microseconds for each instruction, and one
         wait for the device at the end of each step.
         """
-        return self._scheduler.timing.record()
+        return self._scheduler.record()
 
     def compile_schedule(
         self, operations: Operations, prefetch_ahead: Prefetch | None = None, **changes: Unpack[PlanChanges]
@@ -465,9 +464,12 @@ class Engine:
         if self._guard.destroyed:
             return
         with self._guard("destroy" if optimizer_state else "destroy(optimizer_state=False)", clean=False):
+            self._checkpoints.close()
             self._followers.close()
             values, (states, lacking) = self._values.whole(optimizer_state)
         self._calls.remove()
+        if (graphs := self._runtime.graphs) is not None:
+            graphs.close()  # they have memory, and views of parameters
         self._values.give_back(values, states)
         self._guard.close()
         self._parts.ends.close()

@@ -55,6 +55,7 @@ def specs_of(
 
 
 def agree_on(control: Control, model: nn.Module, specs: list[ParameterSpec], settings: Config) -> None:
+    """EngineError unless all ranks have the same model, config and PyTorch. Collective."""
     foreign = foreign_parameters(model).items()
     parameters = [*map(_spelled, specs), *(f"parameter {name!r} {what}" for name, what in foreign)]
     buffers = [f"buffer {name!r} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
@@ -66,16 +67,12 @@ def agree_on(control: Control, model: nn.Module, specs: list[ParameterSpec], set
                 f"on rank {rank}; install the same one on all machines"
             )
         for kind, ours, others in (("parameters", parameters, theirs[0]), ("buffers", buffers, theirs[1])):
-            for a, b in zip(ours, others, strict=False):
+            counts = f"{len(ours)} {kind}", f"{len(others)} {kind}"
+            for a, b in (*zip(ours, others, strict=False), counts):
                 if a != b:
                     raise EngineError(
                         f"[ZW504] ranks built different models: {a} on rank {control.rank}, {b} on rank {rank}"
                     )
-            if len(ours) != len(others):
-                raise EngineError(
-                    f"[ZW504] ranks built different models: {len(ours)} {kind} on rank {control.rank}, "
-                    f"{len(others)} on rank {rank}"
-                )
         if mine[2] != theirs[2]:
             differing = sorted(key for key in mine[2] if mine[2][key] != theirs[2][key])
             raise EngineError(

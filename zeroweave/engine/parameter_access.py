@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -36,6 +37,11 @@ class ParameterAccess:
         self._window, self._scaler, self.shown = window, scaler, shown
         self._staging = parts.runtime.replay.executor.staging
 
+    def _meet(self, call: str) -> None:
+        """In a guarded call that all ranks make, before anything else."""
+        self._window.refuse_inside(call)
+        self._guard.meet()
+
     # ------------------------------------------------------------------ one parameter
     def full(self, parameter: nn.Parameter | str, what: str = "param") -> torch.Tensor | None:
         with self._guard("full"):
@@ -63,15 +69,13 @@ class ParameterAccess:
             bucket, slot = self._find(parameter, "set_full()", what)
             value = _tensor(value, "set_full()")
             self._guard.meet()
-            place, part = bucket.layout.slots[slot], None
+            place, fragment = bucket.layout.slots[slot], bucket.layout.fragment(slot, bucket.rank)
             mine, label = write_check.digest(value.to(bucket.shard.dtype)), f"set_full() of {place.name!r}"
             names = [(place.name, bucket.layout.groups)]
             if refused := write_check.compared(names, [mine], [True], label, self._control)[0]:
                 raise EngineError(f"[ZW501] {refused}")
-            if tuple(value.shape) == place.shape:
-                fragment = bucket.layout.fragment(slot, bucket.rank)
-                part = value.reshape(-1)[fragment.offset : fragment.offset + fragment.numel]
-            self._set(bucket, slot, what, value, part, place.shape)
+            here = slice(fragment.offset, fragment.offset + fragment.numel)
+            self._set(bucket, slot, what, value, place.shape, here)
 
     def fragment(self, parameter: nn.Parameter | str) -> Fragment:
         bucket, slot = self._find(parameter, "fragment()")
@@ -92,17 +96,37 @@ class ParameterAccess:
         with self._guard("set_local"):
             bucket, slot = self._find(parameter, "set_local()", what)
             value = _tensor(value, "set_local()")
-            shape = (bucket.layout.fragment(slot, bucket.rank).numel,)
-            self._set(bucket, slot, what, value, value if tuple(value.shape) == shape else None, shape)
+            self._set(bucket, slot, what, value, (bucket.layout.fragment(slot, bucket.rank).numel,))
 
     def _find(self, parameter: nn.Parameter | str, method: str, what: str = "param") -> tuple[Bucket, int]:
         self._window.refuse_inside(method)
-        name = state.name_of(parameter, self._model, self._parts.module_parameters)
+        name = self._name_of(parameter)
         bucket_id, slot = self._runtime.directory.places[name]
         bucket = self._runtime.buckets[bucket_id]
         if what != "param" and not bucket.layout.trainable:
             raise EngineError(f"[ZW406] {method}: {name!r} is frozen and has no {what!r}")
         return bucket, slot
+
+    def _name_of(self, parameter: nn.Parameter | str) -> str:
+        """The canonical name of a parameter that is given by one of its names or as the user's object."""
+        known = self._parts.module_parameters
+        if isinstance(parameter, str):
+            if (name := known.aliases.get(parameter, parameter)) in known.names:
+                return name
+            near = difflib.get_close_matches(parameter, known.names, n=1)
+            raise EngineError(
+                f"[ZW406] the model has no parameter {parameter!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        for name, each in (*known.names.items(), *self._model.named_parameters()):  # the user's own; those shown now
+            if each is parameter:
+                return name
+        raise EngineError(f"[ZW406] a parameter of shape {list(parameter.shape)} is none of the model's")
+
+    def _absent(self) -> dict[int, frozenset[int]]:
+        """For each trainable bucket the slots that no rank has had a gradient for in the window. Collective."""
+        gradients = self._runtime.gradients
+        ranks = self._control.all_gather_bytes(gradients.had_gradient(), "which gradients exist")
+        return gradients.absent(bytes(any(flags) for flags in zip(*ranks, strict=True)))
 
     def _gradient(self, bucket: Bucket, slot: int) -> tuple[torch.Tensor | None, bool]:
         """This rank's shard of the gradients of a bucket, and whether no rank has one for the slot. Collective.
@@ -110,18 +134,40 @@ class ParameterAccess:
         The shard is None where nothing was reduced, then on all ranks.
         """
         self._window.reduce_rest("reading a gradient")
-        missing = state.absent_gradients(self._runtime, self._control)[bucket.id]
+        missing = self._absent()[bucket.id]
         return self._scaler.look(bucket.id), slot in missing
 
     def _state(self, bucket: Bucket, slot: int, key: str) -> tuple[torch.Tensor, bool]:
-        """What the ranks' optimizers hold of a slot under a key, see `agree_on_state`. Collective."""
+        """What the ranks' optimizers hold of a slot under a key. Collective.
+
+        This rank's part [numel of its fragment], zeros if it holds none, and False; or one value for the whole
+        parameter, such as a step counter, and True. EngineError on all ranks where a sharding group holds nothing.
+        """
         if self._optimizer is None:
             raise EngineError("[ZW406] the engine has no optimizer, so parameters have no optimizer state")
+        layout, name = bucket.layout, bucket.layout.slots[slot].name
         held = self._optimizer.state_of(bucket.id, slot)
-        cut = key in self._optimizer.offload.cut_of(bucket.id, slot)
-        numel = bucket.layout.fragment(slot, bucket.rank).numel
-        name = bucket.layout.slots[slot].name
-        return state.agree_on_state(name, key, held, cut, numel, self._control, bucket.layout.groups)
+        value, mine, whole = held.get(key), None, None
+        if key in self._optimizer.offload.cut_of(bucket.id, slot):
+            mine = value
+        elif value is not None:
+            kind = torch.float32 if isinstance(value, float) else None
+            whole = torch.as_tensor(value, dtype=kind, device="cpu").detach()
+        told = None if mine is None else mine.dtype, whole, sorted(map(str, held))
+        ranks = self._control.all_gather_object(told, f"{key} of {name}")
+        found: dict[int, tuple[torch.Tensor, bool]] = {}
+        for rank, (dtype, value, _) in enumerate(ranks):
+            if value is not None:
+                found.setdefault(rank % layout.groups, (value, True))
+            elif dtype is not None:
+                numel = layout.fragment(slot, bucket.rank).numel
+                part = torch.zeros(numel, dtype=dtype, device="cpu") if mine is None else mine
+                found.setdefault(rank % layout.groups, (part, False))
+        if len(found) == layout.groups:
+            return found[self._control.rank % layout.groups]
+        known = sorted({known for _, _, names in ranks for known in names})
+        holds = ", ".join(known) if known else "nothing of it before its first step with a gradient"
+        raise EngineError(f"[ZW406] the optimizer holds no {key!r} of {name!r}; it holds {holds}")
 
     @torch.no_grad()
     def _set(
@@ -130,15 +176,17 @@ class ParameterAccess:
         slot: int,
         what: str,
         value: torch.Tensor,
-        part: torch.Tensor | None,
         shape: tuple[int, ...],
+        here: slice = slice(None),
     ) -> None:
-        """`part`: what of `value` belongs to this rank; None where its shape is not `shape`."""
+        """`value` is to have this shape, unless the parameter has one value as a whole. `here`: this rank's part."""
         name = bucket.layout.slots[slot].name
-        if what not in ("param", "grad") and self._state(bucket, slot, what)[1]:
-            part, shape = (value, ()) if value.numel() == 1 else (None, ())
-        if part is None:
+        whole = what not in ("param", "grad") and self._state(bucket, slot, what)[1]
+        if whole:
+            shape, here = (), slice(None)
+        if tuple(value.shape) != shape and not (whole and value.numel() == 1):
             raise EngineError(f"{what!r} of {name!r} has the shape {list(shape)}, and not {list(value.shape)}")
+        part = value.reshape(-1)[here]
         if what == "param":
             with self.rewriting(f"writing {name!r}"):
                 values = bucket.values()
@@ -184,9 +232,7 @@ class ParameterAccess:
                             write_check.gives_up(label, control)
                     raise
             with self._guard("the end of full_parameters", clean=False):
-                held = self._runtime.directory.places
-                places = {name: (self._runtime.buckets[held[name][0]], held[name][1]) for name in self.shown.views}
-                if wrong := write_check.moved(self.shown.views, places):
+                if wrong := write_check.moved(self.shown.views, buckets):
                     write_check.gives_up(label, control)
                 refused = wrong or write_check.keep(buckets, before, control, label)
             if wrong:
@@ -217,8 +263,7 @@ class ParameterAccess:
         The modules make the state dict. Where they only have other names since `initialize`, it has those of then.
         """
         with self._guard(call):
-            self._window.refuse_inside(f"{call}()")
-            self._guard.meet()
+            self._meet(f"{call}()")
             values = dict(state.stream(self._parts))
             shaped, found = bool(state.changing(self._parts) or state.extra_states(self._model)), dict[str, Any]()
             try:
@@ -238,8 +283,7 @@ class ParameterAccess:
 
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self._guard("stream_state_dict"):
-            self._window.refuse_inside("stream_state_dict()")
-            self._guard.meet()
+            self._meet("stream_state_dict()")
             self.tell_left_out("stream_state_dict()")
         items = state.stream(self._parts)
         try:
@@ -264,19 +308,24 @@ class ParameterAccess:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         with self._guard("load_state_dict"):
-            self._window.refuse_inside("load_state_dict()")
-            self._guard.meet()
+            self._meet("load_state_dict()")
             with self.rewriting("load_state_dict()"):
                 state.load_state_dict(state_dict, self._parts, self.shown.lent)
 
+    @torch.no_grad()
     def gradients(self) -> dict[str, torch.Tensor | None]:
         with self._guard("gradients"):
-            self._window.refuse_inside("gradients()")
-            self._guard.meet()
+            self._meet("gradients()")
             self._window.reduce_rest("gradients()")
-            return state.full_gradients(self._runtime, self._control, self._scaler.look)
+            result: dict[str, torch.Tensor | None] = {}
+            for bucket_id, missing in self._absent().items():
+                bucket, shard = self._runtime.buckets[bucket_id], self._scaler.look(bucket_id)
+                views = None if shard is None else state.gather_like(self._runtime, bucket, shard.float())
+                for index, slot in enumerate(bucket.layout.slots):
+                    result[slot.name] = None if views is None or index in missing else views[index].cpu().clone()
+            return result
 
-    def whole(self, optimizer_state: bool) -> tuple[dict[str, torch.Tensor], Gathered]:
+    def whole(self, optimizer_state: bool) -> tuple[state.FullValues, Gathered]:
         """All parameters, and what the optimizer holds of them if that is wanted: what `Engine.destroy` gives back."""
         self._window.refuse_inside("destroy()")
         self._window.refuse_coalescing("destroy()")
@@ -284,15 +333,15 @@ class ParameterAccess:
         self._window.abort()
         self.shown.close()
         self._runtime.replay.lingering.let_go()
-        values = state.full_values(self._runtime, self._parts.original_dtypes)
+        values = state.FullValues(self._runtime, self._parts.original_dtypes)
         if self._optimizer is None or not optimizer_state:
             return values, Gathered({})
-        room = Room.now(self._parts.device)  # what the parameters leave
+        room = Room.now(self._parts.device).without(values.missing)  # what the parameters leave
         return values, self._optimizer.gather(self._runtime.transport, self._control, room)
 
-    def give_back(self, values: Mapping[str, torch.Tensor], states: States) -> None:
+    def give_back(self, values: state.FullValues, states: States) -> None:
         """The model and the optimizer are ordinary ones again, with what `whole` has found."""
-        self._parts.module_parameters.restore(values.__getitem__)
+        self._parts.module_parameters.restore(values)
         if self._optimizer is not None:
             self._optimizer.destroy(states)
 

@@ -88,7 +88,7 @@ class Samples:
         self._newest: Step | None = None
         """the last one that is in the file"""
         self._open = ExitStack()  # as long as the engine lives
-        self._recording = self._open.enter_context(scheduler.timing.record())
+        self._recording = self._open.enter_context(scheduler.record())
 
     @classmethod
     def asked_for(

@@ -12,7 +12,7 @@ was found for other kinds stays: see `schedule.kinds`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,17 +21,19 @@ from zeroweave.engine.context import EngineContext
 from zeroweave.engine.guard import Guard
 from zeroweave.engine.headroom import Headroom
 from zeroweave.engine.settings import ScheduleSettings, passes_of, settings_of
-from zeroweave.engine.timing import Timing
 from zeroweave.errors import EngineError, RefusedPass, ScheduleError
 from zeroweave.ranks.control import Decision
+from zeroweave.runtime.timeline import Timeline
 from zeroweave.schedule import (
     PASSES,
     Costs,
     Event,
     Facts,
+    Graph,
     Operations,
     Pass,
     Schedule,
+    Step,
     WindowKind,
     WindowKinds,
     costs_of,
@@ -40,6 +42,38 @@ from zeroweave.schedule import (
 )
 
 _WARM_STEPS = 1
+
+
+class Recording:
+    """What `engine.record()` yields: empty inside the block, filled at its end."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._operations: Operations | None = None
+
+    @property
+    def operations(self) -> Operations:
+        """Every collective of the last recorded step, in order. EngineError if no step was recorded."""
+        if self._operations is None:
+            raise EngineError(
+                "[ZW704] no step was recorded: record() must surround whole steps that follow a schedule, which the "
+                "first step and one that departs do not"
+            )
+        return self._operations
+
+    @property
+    def graph(self) -> Graph:
+        """The dependencies between the instructions of the recorded schedule."""
+        return self.operations.graph
+
+    def finish(self, room: int, agree: Callable[[Schedule | None, Costs | None], Costs | None]) -> None:
+        """Called at the end of the block, on all ranks; the costs are those that `agree` finds, if it finds any."""
+        schedule = self.steps[-1].schedule if self.steps else None
+        steps = tuple(step for step in self.steps if step.schedule is schedule)
+        mine = costs_of(steps, room) if steps else None
+        agreed = agree(schedule, mine)
+        if mine is not None:
+            self._operations = Operations(steps, mine if agreed is None else agreed, agreed is not None)
 
 
 class Scheduler:
@@ -60,7 +94,10 @@ class Scheduler:
         """of what the next window follows"""
         self._as_expected = False
         """true if the last window followed its schedule"""
-        self.timing = Timing(parts, headroom)
+        self._recordings: list[Recording] = []
+        """those that are open"""
+        self._timeline: Timeline | None = None
+        """of the open window, while it is timed"""
         self.seconds = 0.0
         """spent on making schedules"""
 
@@ -151,13 +188,13 @@ class Scheduler:
             self.abort()
             return self.schedule
         short = self._headroom.is_short()
-        step = self.timing.window_ended(applied)
+        step = self._timed(applied)
         if not decision.adopt:  # what was found for windows that all ranks had in common may be the reason
             self._journal.tell("schedule", "the ranks' steps differ: the next one is gathered and reduced on demand")
             self._as_expected = False
             self._follow(None)
             self._kinds.restart(None)
-            self.timing.next_window(None)
+            self._time_next(None)
             return None
         kind = self._kinds.of(candidate, decision.record)
         same = self._as_expected = self._kind is kind and kind.schedule.fingerprint == candidate.fingerprint
@@ -175,7 +212,7 @@ class Scheduler:
             self._follow(self._kinds.upcoming)
         assert self._kind is not None
         wanted = self._automatic and _WARM_STEPS <= self._kind.followed < enough
-        self.timing.next_window(wanted)
+        self._time_next(wanted)
         return self._kind.schedule
 
     @property
@@ -246,8 +283,46 @@ class Scheduler:
     def abort(self) -> None:
         """What was recorded and timed of the open window is no step."""
         self._headroom.abort()
-        if self.timing.is_on:
-            self.timing.next_window(True)
+        if self._timeline is not None:
+            self._time_next(True)
+
+    # ------------------------------------------------------------------ times
+    def _timed(self, applied: bool) -> Step | None:
+        """The step that has just been timed; None if there is none, or it did not follow its schedule.
+
+        A step that was not `applied` says nothing about the time that steps take.
+        """
+        replay = self._runtime.replay
+        timeline, schedule = self._timeline, replay.schedule
+        if not applied or timeline is None or schedule is None or not replay.following:
+            return None
+        try:
+            step = timeline.step(schedule)
+        except ScheduleError:  # recording began in the middle of it
+            return None
+        for recording in self._recordings:
+            recording.steps.append(step)
+        return step
+
+    def _time_next(self, wanted: bool | None) -> None:
+        """The window that begins is timed if that is wanted, or a recording is open; None: in no case."""
+        timed = wanted is not None and (wanted or self._recordings)
+        timeline = self._timeline = Timeline(self._transport.clock) if timed else None
+        self._runtime.replay.executor.note_times(timeline)
+        self._transport.time(None if timeline is None else timeline.collectives)
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Times the steps inside."""
+        recording = Recording()
+        self._recordings.append(recording)
+        if self._timeline is None:
+            self._time_next(True)
+        try:
+            yield recording
+        finally:
+            self._recordings.remove(recording)
+        recording.finish(self._headroom.room(), self._agreements.costs)
 
     # ------------------------------------------------------------------ changes that are asked for
     @property
@@ -278,7 +353,7 @@ class Scheduler:
         self._kinds.restart(self._kind)  # the others were made with other settings
         self._runtime.next_window(schedule)
         self._runtime.restart_peaks()
-        self.timing.next_window(False)
+        self._time_next(False)
 
     def _settle_on(self, settings: ScheduleSettings) -> None:
         self.settings = settings

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zeroweave.checkpoint import random_numbers
 from zeroweave.comm.ledger import Ledger
-from zeroweave.eager.parameter_visibility import ParameterVisibility
 from zeroweave.engine.context import EngineContext
 from zeroweave.engine.parameter_access import ParameterAccess
 from zeroweave.engine.step import OptimizerStep
@@ -112,9 +111,14 @@ def tried_out(parts: EngineContext, window: Window, step: OptimizerStep, values:
         shown.close()
         window.abort()  # nothing stays gathered
         before = Snapshot(parts, window, step)
+
+    def reopen() -> None:
+        if was_open and not parts.guard.lost and not parts.guard.dirty:
+            with parts.guard("profiling"):
+                shown.open()
+
     with ExitStack() as after:  # all of it, whichever raises; the last first
-        if was_open:
-            after.callback(_reopen, parts, shown)
+        after.callback(reopen)
         after.callback(values.rewrite_views)
         after.callback(before.restore)
         after.callback(transport.skip, False)
@@ -125,9 +129,3 @@ def tried_out(parts: EngineContext, window: Window, step: OptimizerStep, values:
             shown.open()
             transport.skip(True)  # again: that gather belongs to no step
         yield transport.planned
-
-
-def _reopen(parts: EngineContext, shown: ParameterVisibility) -> None:
-    if not parts.guard.lost and not parts.guard.dirty:
-        with parts.guard("profiling"):
-            shown.open()

@@ -1,4 +1,4 @@
-"""Full values out of shards, and back: gathers, writes that are kept, state dicts.
+"""Full values out of shards, and back: state dicts, and what an engine hands back in the end.
 
 Everything here is collective and works between a forward and a backward as well as between steps.
 """
@@ -6,7 +6,6 @@ Everything here is collective and works between a forward and a backward as well
 from __future__ import annotations
 
 import copy
-import difflib
 import io
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -18,11 +17,9 @@ from torch import nn
 from zeroweave._torch.modules import shapes_state_dict
 from zeroweave.comm.rounding import cast, cast_
 from zeroweave.engine.context import EngineContext
-from zeroweave.errors import EngineError, ParameterError
+from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout, Slot
 from zeroweave.parameters.foreign import is_foreign
-from zeroweave.parameters.module_parameters import ModuleParameters
-from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.runtime import Runtime
 
@@ -30,17 +27,57 @@ Lent: TypeAlias = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[
 """Shows full values, by canonical name, in rank 0's modules; see `ParameterVisibility.lent`."""
 
 
-@torch.no_grad()
-def full_values(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """All parameters, full, from the masters, in the given dtypes, on the device. Needs room for one more bucket."""
-    values: dict[str, torch.Tensor] = {}
-    for bucket in runtime.buckets.values():
-        views = gather_like(runtime, bucket, bucket.values())
-        pairs = zip(bucket.layout.slots, views, strict=True)
-        for slot, view in pairs:
-            values[slot.name] = cast_(torch.empty_like(view, dtype=dtypes[slot.name]), view)
-        del views, pairs, view  # before the next bucket is gathered
-    return values
+class FullValues:
+    """All parameters, full, from the masters, in the given dtypes, on the device; each is given once. Collective.
+
+    What is sharded is gathered at once. What a rank has alone is copied bucket by bucket, as it is asked for, and the
+    bucket's own memory is freed then, unless some code still views it. So one bucket at a time is there twice.
+    """
+
+    def __init__(self, runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._runtime, self._dtypes = runtime, dtypes
+        self._made: dict[str, torch.Tensor] = {}
+        """what has not been given yet"""
+        for bucket in runtime.buckets.values():
+            if bucket.layout.world > 1:
+                self._make(bucket, _gather(runtime, bucket, bucket.values()))
+
+    @property
+    def missing(self) -> int:
+        """Bytes that the values still take, besides the memory that is freed for them."""
+        alone = [bucket for bucket in self._runtime.buckets.values() if bucket.layout.world == 1]
+        freed = sum(tensor.nbytes for bucket in alone for tensor in _freed(bucket))
+        slots = [slot for bucket in alone for slot in bucket.layout.slots]
+        return max(0, sum(slot.numel * self._dtypes[slot.name].itemsize for slot in slots) - freed)
+
+    def __call__(self, name: str) -> torch.Tensor:
+        if name not in self._made:
+            bucket = self._runtime.buckets[self._runtime.directory.places[name][0]]
+            self._make(bucket, bucket.values())
+            if freed := _freed(bucket):
+                bucket.renew()  # a backward of an earlier forward finds that its values are gone
+            for tensor in freed:
+                tensor.untyped_storage().resize_(0)
+        return self._made.pop(name)
+
+    @torch.no_grad()
+    def _make(self, bucket: Bucket, full: torch.Tensor) -> None:
+        for slot, view in zip(bucket.layout.slots, bucket.views(full), strict=True):
+            self._made[slot.name] = cast_(torch.empty_like(view, dtype=self._dtypes[slot.name]), view)
+
+
+def _freed(bucket: Bucket) -> list[torch.Tensor]:
+    """The memory on the device that holds the values of a bucket, if no code views it.
+
+    Not a master as one tensor, which an optimizer's hooks may have kept, nor pinned memory, nor what NumPy shares.
+    """
+    home, on_host = bucket.home, bucket.home.hosts or bucket.home.source_on_host
+    if bucket.may_be_read(0) or (on_host and bucket.device.type == "cpu"):
+        return []
+    held = {id(tensor): tensor for tensor in (home.source, *home.at_rest) if tensor.device == bucket.device}
+    if bucket.layout.trainable:
+        held.pop(id(home.master), None)
+    return [tensor for tensor in held.values() if tensor.untyped_storage().resizable()]
 
 
 def gather_like(runtime: Runtime, bucket: Bucket, shard: torch.Tensor) -> list[torch.Tensor]:
@@ -66,30 +103,6 @@ def _each_group(runtime: Runtime, bucket: Bucket) -> Iterator[torch.Tensor]:
         if number:
             runtime.transport.broadcast(flat, source=number)
         yield flat
-
-
-def absent_gradients(runtime: Runtime, control: Control) -> dict[int, frozenset[int]]:
-    """For each trainable bucket the slots that no rank has had a gradient for in the window."""
-    ranks = control.all_gather_bytes(runtime.gradients.had_gradient(), "which gradients exist")
-    return runtime.gradients.absent(bytes(any(flags) for flags in zip(*ranks, strict=True)))
-
-
-@torch.no_grad()
-def full_gradients(
-    runtime: Runtime, control: Control, look: Callable[[int], torch.Tensor | None]
-) -> dict[str, torch.Tensor | None]:
-    """The window's reduced gradients, full, float32, on the CPU; None where no rank had one.
-
-    `look(bucket id)` gives this rank's shard of them. All are settled.
-    """
-    result: dict[str, torch.Tensor | None] = {}
-    for bucket_id, missing in absent_gradients(runtime, control).items():
-        bucket = runtime.buckets[bucket_id]
-        shard = look(bucket_id)
-        views = None if shard is None else gather_like(runtime, bucket, shard.float())
-        for index, slot in enumerate(bucket.layout.slots):
-            result[slot.name] = None if views is None or index in missing else views[index].cpu().clone()
-    return result
 
 
 def persistent_buffers(model: nn.Module, every_name: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -206,61 +219,10 @@ def keys(parts: EngineContext) -> Iterator[tuple[str, str, Slot]]:
                     yield bucket.layout.keys(name)[number], bucket.layout.keys(slot.name)[number], slot
 
 
-def _all_names(parts: EngineContext) -> dict[str, list[str]]:
+def _all_names(parts: EngineContext) -> dict[str, tuple[str, ...]]:
     """Canonical name -> all names of the parameter, that one first. ParameterError where others have come."""
     parts.module_parameters.check()
-    names = {name: [name] for name in parts.module_parameters.names}
-    for alias, name in parts.module_parameters.aliases.items():
-        names[name].append(alias)
-    return names
-
-
-def agree_on_state(
-    name: str, key: str, held: Mapping[str, Any], cut: bool, numel: int, control: Control, groups: int = 1
-) -> tuple[torch.Tensor, bool]:
-    """What its ranks know of the state `key` of parameter `name`, of which this one holds `held`. Collective.
-
-    This rank's part [numel], zeros if it holds none; or, as is told with it, one value for the whole parameter, such as
-    a step counter. `cut`: this rank holds one for each of the `numel` elements of its fragment. `groups`: how many
-    sharding groups have a parameter of this name. EngineError on all ranks where one of these holds nothing.
-    """
-    value = held.get(key)
-    mine = value if cut else None
-    whole, dtype = None, None if mine is None else mine.dtype
-    if value is not None and mine is None:
-        whole = torch.as_tensor(value, dtype=torch.float32 if isinstance(value, float) else None, device="cpu").detach()
-    ranks = control.all_gather_object((dtype, whole, sorted(map(str, held))), f"{key} of {name}")
-    found: dict[int, tuple[torch.Tensor, bool]] = {}
-    for rank, (theirs, value, _) in enumerate(ranks):
-        if value is not None:
-            found.setdefault(rank % groups, (value, True))
-        elif theirs is not None:
-            part = torch.zeros(numel, dtype=theirs, device="cpu") if mine is None else mine
-            found.setdefault(rank % groups, (part, False))
-    if len(found) == groups:
-        return found[control.rank % groups]
-    known = sorted({known for _, _, names in ranks for known in names})
-    raise EngineError(
-        f"[ZW406] the optimizer holds no {key!r} of {name!r}; "
-        + (f"it holds {', '.join(known)}" if known else "it holds nothing of it before its first step with a gradient")
-    )
-
-
-def name_of(parameter: nn.Parameter | str, model: nn.Module, parameters: ModuleParameters) -> str:
-    """The canonical name of a parameter that is given by one of its names or as the user's object."""
-    if isinstance(parameter, str):
-        name = parameters.aliases.get(parameter, parameter)
-        if name in parameters.names:
-            return name
-        near = difflib.get_close_matches(parameter, parameters.names, n=1)
-        raise EngineError(
-            f"[ZW406] the model has no parameter {parameter!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-        )
-    for named in (parameters.names.items(), model.named_parameters()):  # the user's own objects; those shown now
-        for name, known in named:
-            if known is parameter:
-                return name
-    raise EngineError(f"[ZW406] a parameter of shape {list(parameter.shape)} is none of the model's")
+    return parts.module_parameters.all_names
 
 
 def _by_modules(given: Mapping[str, Any], parts: EngineContext, lent: Lent) -> dict[str, Any]:

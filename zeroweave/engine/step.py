@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from zeroweave.engine.agreements import Found
 from zeroweave.engine.context import EngineContext
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.window import Window
-from zeroweave.errors import NonFiniteError
+from zeroweave.errors import NonFiniteError, listed
 from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.options import Options, clipping, shared_options
 from zeroweave.optim.scaler import Scaler
@@ -37,7 +38,7 @@ class OptimizerStep:
         lr_scheduler: Any,
     ) -> None:
         self._parts, self._config, self._runtime = parts, parts.config, parts.runtime
-        self._window, self._scaler, self._scheduler, self._shown = window, scaler, scheduler, shown
+        self._window, self.scaler, self._scheduler, self._shown = window, scaler, scheduler, shown
         self._adaptive, self.lr_scheduler = adaptive, lr_scheduler
         self.applied = False
         """true if the last `step()` ran the optimizer"""
@@ -51,7 +52,7 @@ class OptimizerStep:
 
     def remember(self) -> Callable[[], None]:
         """What brings back what steps change, here and in the scaler."""
-        now, scaler_back = (self.skipped, self.applied, self.executed), self._scaler.remember()
+        now, scaler_back = (self.skipped, self.applied, self.executed), self.scaler.remember()
 
         def back() -> None:
             self.skipped, self.applied, self.executed = now
@@ -59,30 +60,21 @@ class OptimizerStep:
 
         return back
 
-    def scale_state(self) -> dict[str, float]:
-        """The loss scale, and what it depends on."""
-        return self._scaler.loss_scale.state()
-
     def resume(self, skipped: int, scale: Mapping[str, float]) -> None:
         """Continues after that many skipped steps, with a loss scale."""
         self.skipped = skipped
-        self._scaler.loss_scale.resume(scale)
+        self.scaler.loss_scale.resume(scale)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """See `Engine.clip_grad_norm_`."""
         with self._parts.guard("clip_grad_norm_"):
             self._window.reduce_rest("clip_grad_norm_()")
-            return self._scaler.clip(max_norm)
+            return self.scaler.clip(max_norm)
 
     @property
     def norm(self) -> float | None:
         """The global 2-norm that the last clipping found, before it; None if nothing was clipped yet."""
-        return None if self._scaler.norm is None else float(self._scaler.norm)
-
-    @property
-    def loss_scale(self) -> float:
-        """What the losses of the present window are multiplied by; 1 where nothing is scaled."""
-        return self._scaler.loss_scale.value
+        return None if self.scaler.norm is None else float(self.scaler.norm)
 
     # ------------------------------------------------------------------ one step
     def take(self, boundary: bool) -> None:
@@ -122,27 +114,25 @@ class OptimizerStep:
 
     def _agree(self, candidate: Schedule) -> Found:
         """What the ranks know of the step together, once no gradient is late."""
-        found = self._ask(candidate)
-        if late := self._runtime.gradients.marked(found.late):
+        gradients, lingering, scaler = self._runtime.gradients, self._runtime.replay.lingering, self.scaler
+        while True:
+            found = self._parts.agreements.step(
+                gradients.had_gradient(),
+                gradients.late(),
+                lingering.viewed(),
+                candidate,
+                self._options,
+                lambda: scaler.checks and scaler.nonfinite(),
+            )
+            if not (late := gradients.marked(found.late)):
+                return found
             self._runtime.replay.reduce_late(late)
-            found = self._ask(candidate)
-        return found
 
-    def _ask(self, candidate: Schedule) -> Found:
-        gradients, viewed = self._runtime.gradients, self._runtime.replay.lingering.viewed()
-        return self._parts.agreements.step(
-            gradients.had_gradient(), gradients.late(), viewed, candidate, self.options, self._nonfinite
-        )
-
-    def options(self) -> Options:
+    def _options(self) -> Options:
         """By which this rank would update at the end of the present window, as they are now."""
         optimizer = self._parts.optimizer
         found = {} if optimizer is None else shared_options(optimizer.optimizer, optimizer.shared)
-        return {**found, **clipping(self._scaler.limits)}
-
-    def _nonfinite(self) -> bool:
-        """True if gradients of this rank are infinite or NaN. False where they are not checked."""
-        return self._scaler.checks and self._scaler.nonfinite()
+        return {**found, **clipping(self.scaler.limits)}
 
     def _update(self, absent: dict[int, frozenset[int]]) -> None:
         """`absent`: for each trained bucket the slots that no rank had a gradient for."""
@@ -150,8 +140,8 @@ class OptimizerStep:
         assert optimizer is not None  # `Window.ends` refuses else
         replay, updates = self._runtime.replay, frozenset(absent)
         if self._config.gradient_clipping is not None:
-            self._scaler.clip(self._config.gradient_clipping)
-        update = optimizer.in_turn(self._scaler.take, absent, replay.update_order(updates))
+            self.scaler.clip(self._config.gradient_clipping)
+        update = optimizer.in_turn(self.scaler.take, absent, replay.update_order(updates))
         try:
             replay.finish(update, updates)
         finally:
@@ -171,7 +161,7 @@ class OptimizerStep:
         if applied:
             torch.clear_autocast_cache()  # an autocast around several steps has kept casts of what parameters were
             runtime.replay.lingering.rewrite(found.viewed)
-        self._scaler.next_window(stepped=applied)
+        self.scaler.next_window(stepped=applied)
         if self._adaptive is not None and applied and not parts.transport.skips:
             self._adaptive.step_ended(self._scheduler.settled)
         parts.stubs.gradients_gone()
@@ -191,7 +181,7 @@ class OptimizerStep:
         `nonfinite`: some rank's gradients are not finite; the same on all ranks. NonFiniteError where that is asked
         for, and a lower loss scale would not help.
         """
-        scale = self._scaler.loss_scale
+        scale = self.scaler.loss_scale
         if not nonfinite:
             return True
         if self._config.on_nonfinite == "raise" and scale.at_minimum:
@@ -200,10 +190,11 @@ class OptimizerStep:
         scale.update(overflow=True)
         self.skipped += 1
         scales = f"the loss scale was {before:g} and is {scale.value:g}; " if scale.dynamic else ""
-        self._parts.journal.tell_loudly(
+        self._parts.journal.tell(
             "skipped",
             f"optimizer step {self._parts.progress.step} skipped, because gradients are infinite or NaN; {scales}"
             f"{self.skipped} skipped so far",
+            logging.WARNING,
         )
         return False
 
@@ -218,9 +209,7 @@ class OptimizerStep:
         ]
         ranks = self._parts.control.all_gather_object(here, "which gradients are not finite")
         names = sorted({name for names in ranks for name in names})
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        step = self._parts.progress.step
         return (
-            f"step {step}: the gradients of {', '.join(map(repr, names[:8]))}{more} are infinite or "
-            "NaN; nothing was written. Call engine.zero_grad() to go on without this step"
+            f"step {self._parts.progress.step}: the gradients of {listed([*map(repr, names)])} are infinite or NaN; "
+            "nothing was written. Call engine.zero_grad() to go on without this step"
         )

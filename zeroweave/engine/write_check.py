@@ -11,11 +11,9 @@ import xxhash
 
 from zeroweave._torch.storages import version
 from zeroweave.comm.rounding import cast
+from zeroweave.errors import listed
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
-
-_SHOWN = 4
-"""How many parameters an error names."""
 
 
 def digest(tensor: torch.Tensor) -> bytes:
@@ -41,50 +39,46 @@ def compared(
     have one of that name, which need not share it; `mine`: their digests here; `wrote`: true if this rank wrote them. A
     rank that has nothing to compare any more calls `gives_up` instead.
     """
-    packed = b"".join(bytes([w]) + d for w, d in zip(wrote, mine, strict=True))
-    ranks = control.all_gather_bytes(b"\1" + packed, label)
-    if gone := [rank for rank, data in enumerate(ranks) if data[:1] != b"\1"]:
-        return f"rank {gone[0]} left {label} with an exception: nothing that was written there is kept", []
-    told: list[str] = []
-    some = [any(data[1 + 9 * index] for data in ranks) for index in range(len(names))]
+    ranks = control.all_gather_object((mine, wrote), label)
+    if None in ranks:
+        return f"rank {ranks.index(None)} left {label} with an exception: nothing that was written there is kept", []
+    told, written = list[str](), list[bool]()
     for index, (name, groups) in enumerate(names):
-        entries = [data[1 + 9 * index :][:9] for data in ranks]
-        alike = all(entry[1:] == entries[rank % groups][1:] for rank, entry in enumerate(entries))
-        if not alike:
-            writers = [rank for rank, entry in enumerate(entries) if entry[0]]
-            alone = 0 < len(writers) < control.world
-            told.append(f"{name!r}" + (f" (written on rank {', '.join(map(str, writers))} only)" if alone else ""))
+        digests = [theirs[index] for theirs, _ in ranks]
+        writers = [str(rank) for rank, (_, theirs) in enumerate(ranks) if theirs[index]]
+        written.append(bool(writers))
+        if any(own != digests[rank % groups] for rank, own in enumerate(digests)):
+            alone = f" (written on rank {', '.join(writers)} only)" if 0 < len(writers) < control.world else ""
+            told.append(f"{name!r}{alone}")
     if not told:
-        return "", some
-    more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+        return "", written
     return (
-        f"{label}: the ranks have different values of {', '.join(told[:_SHOWN])}{more}; none is kept. Write the same "
-        "on all ranks, or use engine.load_state_dict(), which takes what rank 0 has"
-    ), some
+        f"{label}: the ranks have different values of {listed(told, 4)}; none is kept. Write the same on all ranks, or "
+        "use engine.load_state_dict(), which takes what rank 0 has"
+    ), []
 
 
 @torch.no_grad()
-def moved(shown: Mapping[str, torch.Tensor], bucket_of: Mapping[str, tuple[Bucket, int]]) -> str:
+def moved(shown: Mapping[str, torch.Tensor], buckets: Sequence[Bucket]) -> str:
     """Copies to where they belong the values of parameters that have other memory, as after ``p.data = …``.
 
-    `shown`: what was handed out, by name; `bucket_of`: the bucket of each, and its slot there. Returns in words what
-    cannot be copied; else "".
+    `shown`: what was handed out, by name. Returns in words what cannot be copied; else "".
     """
-    for name, view in shown.items():
-        bucket, slot = bucket_of[name]
-        there = bucket.views(bucket.flat)[slot]
+    places = (each for b in buckets for each in zip(b.layout.slots, b.real, b.views(b.flat), strict=True))
+    for slot, real, there in places:
+        name, view = slot.name, shown[slot.name]
         if view.data_ptr() == there.data_ptr() and view.stride() == there.stride() and view.shape == there.shape:
             continue
         if view.shape != there.shape or view.dtype != there.dtype or view.device != there.device:
             now, then = (f"{tuple(each.shape)} of {each.dtype} on {each.device}" for each in (view, there))
             return f"full_parameters(): {name!r} is {now} now, and was {then}: what takes its place must be like it"
-        bucket.real[slot].copy_(view)
+        real.copy_(view)
     return ""
 
 
 def gives_up(label: str, control: Control) -> None:
     """Tells the ranks that come to `compared` that this one does not. Collective in its place."""
-    control.all_gather_bytes(b"\0", label)
+    control.all_gather_object(None, label)
 
 
 @torch.no_grad()

@@ -15,10 +15,10 @@ from typing import Any, Final
 import torch
 
 from zeroweave.engine import Engine
-from zeroweave.engine.arguments import OptimizerLike
-from zeroweave.engine.assembly import initialize
+from zeroweave.engine.assembly import OptimizerLike, initialize
 from zeroweave.errors import UnsupportedError
-from zeroweave.parameters.weights import FileWeights, names_of, refuse_unfit, warn_of_left
+from zeroweave.parameters.foreign import names_of
+from zeroweave.parameters.weights import FileWeights, refuse_unfit, warn_of_left
 
 _OLDEST: Final = "5.17"
 """The first transformers whose rules are known to be called as they are here; 5.0's have other results."""

@@ -40,6 +40,12 @@ class Room(NamedTuple):
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
         return cls(machine(), available(), min(free, allowed - torch.cuda.memory_reserved(device)))
 
+    def without(self, nbytes: int) -> Room:
+        """What is left when so many are taken where the engine computes."""
+        if self.device is None:
+            return self._replace(host=self.host - nbytes)
+        return self._replace(device=self.device - nbytes)
+
 
 class Need(NamedTuple):
     """The memory that a rank needs for the state, in bytes."""

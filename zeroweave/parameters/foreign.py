@@ -19,6 +19,16 @@ def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if not is_foreign(parameter)}
 
 
+def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Canonical name -> all names of the parameter, that one first."""
+    canonical = {id(parameter): name for name, parameter in own_parameters(model).items()}
+    names: dict[str, list[str]] = {name: [name] for name in canonical.values()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not is_foreign(parameter) and name not in names[canonical[id(parameter)]]:
+            names[canonical[id(parameter)]].append(name)
+    return {name: tuple(known) for name, known in names.items()}
+
+
 def foreign_parameters(model: nn.Module) -> dict[str, str]:
     """The names of those that stay as they are -> their shapes and classes."""
     named = model.named_parameters()

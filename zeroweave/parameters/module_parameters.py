@@ -15,18 +15,24 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zeroweave._torch.modules import parameter_entries, refresh_rnn_weights, watch_rnn_weights
+from zeroweave._torch.modules import (
+    Inside,
+    child_modules,
+    is_compiled_function,
+    parameter_entries,
+    refresh_rnn_weights,
+    watch_rnn_weights,
+)
 from zeroweave._torch.tensors import exchange, put_hooks, tensor_hooks
-from zeroweave.errors import ParameterError
-from zeroweave.parameters.foreign import is_foreign, own_parameters
-from zeroweave.parameters.structure_check import StructureCheck
+from zeroweave.errors import ParameterError, listed
+from zeroweave.parameters.foreign import is_foreign, names_of, own_parameters
 from zeroweave.parameters.stub import VALUES, AtRest, Showing, StubStatus
 
 
@@ -71,8 +77,8 @@ def rest(model: nn.Module, status: StubStatus, real: Callable[[str, nn.Parameter
 class ModuleParameters:
     """Every (module, name) where a parameter of the model stands, and what stands there.
 
-    `names` maps canonical names, in model order, to stubs; `aliases` maps the further names of tied
-    parameters to canonical ones. Costs two lists of references. Built by `rest`.
+    `names` maps canonical names, in model order, to stubs, and `all_names` to all names of each. `aliases` maps the
+    further names of tied parameters to canonical ones. Costs two lists of references. Built by `rest`.
     """
 
     def __init__(
@@ -80,11 +86,8 @@ class ModuleParameters:
     ) -> None:
         self.names: dict[str, nn.Parameter] = dict(stubs)
         canonical = {id(stub): name for name, stub in stubs.items()}
-        self.aliases = {
-            alias: canonical[id(stub)]
-            for alias, stub in model.named_parameters(remove_duplicate=False)
-            if alias not in stubs and not is_foreign(stub)
-        }
+        self.all_names = names_of(model)
+        self.aliases = {alias: name for name, known in self.all_names.items() for alias in known[1:]}
         self.status = status
         self._entries: list[tuple[dict[str, nn.Parameter | None], str]] = []
         self._labels: list[str] = []  # the name of each place for errors
@@ -105,9 +108,7 @@ class ModuleParameters:
         self._stubs = [self.names[name] for name in self._owners]
         self._reals = [reals[name] for name in self._owners]
         self._shown = self._stubs
-        self.changes = 0
-        """so often what the modules show has become something else"""
-        self._structure = StructureCheck(model)
+        self._structure = _StructureCheck(model)
 
     def check(self) -> None:
         """ParameterError if modules with parameters, or parameters, were replaced, or others have come."""
@@ -116,24 +117,16 @@ class ModuleParameters:
         # A forward may have given a real one another name.
         self._structure.check(lambda: (*self._shown, *self._reals))
 
-    def show_real(self) -> None:
-        """Puts the real parameters into the modules. No-op if they are there.
+    def show(self, parameters: Mapping[str, nn.Parameter] | None = None, showing: Showing = Showing.REAL) -> None:
+        """Puts these, by canonical name, into the modules, which show `showing` then. None: the real parameters.
 
         ParameterError, with nothing changed, if someone replaced an entry or a module meanwhile.
         """
-        self._show(self._reals)
-
-    def show(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Puts other parameters, by canonical name, into the modules. Errors as `show_real`."""
-        self._show([parameters[name] for name in self._owners])
-
-    def open(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Puts these, by canonical name, into the modules, where anyone may read them. Errors as `show_real`.
-
-        The modules are open until `show_stubs`, also while others are shown.
-        """
-        self.show(parameters)
-        self.status.show(Showing.OPEN)
+        wanted = self._reals if parameters is None else [parameters[name] for name in self._owners]
+        if wanted is not self._shown:
+            self.check()
+            self._put(wanted, frozenset())
+        self.status.show(showing)
 
     def views(self) -> dict[str, nn.Parameter]:
         """New Parameters over the memory of the real ones, by canonical name, for code that may keep what it gets.
@@ -148,11 +141,6 @@ class ModuleParameters:
                 vars(views[name]).update(vars(real))
         return views
 
-    def show_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Puts Parameters with these full values, by canonical name, into the modules. Errors as `show_real`."""
-        self.show({name: nn.Parameter(values[name], stub.requires_grad) for name, stub in self.names.items()})
-        self.status.show(Showing.LENT)
-
     def show_stubs(self) -> None:
         """Puts the stubs back. No-op if they are there.
 
@@ -161,6 +149,7 @@ class ModuleParameters:
         """
         replaced, showing = self._replaced(), self.status.showing
         self._put(self._stubs, replaced)
+        self.status.show(Showing.STUBS)
         if replaced:
             self._refuse(replaced, showing)
 
@@ -209,12 +198,6 @@ class ModuleParameters:
             handle.remove()
         self.hooks.clear()
 
-    def _show(self, wanted: list[nn.Parameter]) -> None:
-        if wanted is self._shown:
-            return
-        self.check()
-        self._put(wanted, frozenset())
-
     def _replaced(self) -> frozenset[int]:
         """The places that do not hold what was put there."""
         places = zip(self._entries, self._shown, strict=True)
@@ -229,11 +212,6 @@ class ModuleParameters:
         for rnn in self._rnns:
             refresh_rnn_weights(rnn)
         self._shown = wanted
-        self.changes += 1
-        if wanted is self._stubs:
-            self.status.show(Showing.STUBS)
-        elif self.status.showing is Showing.STUBS:
-            self.status.show(Showing.REAL)
 
     def _refuse(self, replaced: frozenset[int], showing: Showing) -> NoReturn:
         """`showing`: what the modules showed when these were replaced."""
@@ -290,3 +268,51 @@ class _StateDictGuard:
             f"[ZW203] copying or pickling the module {self._where}: it belongs to an engine; build a new one and "
             "load engine.state_dict() into it"
         )
+
+
+class _StructureCheck:
+    """The modules of a model that have parameters, each under the module that holds it.
+
+    Costs a reference for each, and a look at each in `check`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        own = {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
+        named = [(name or "the model", module) for name, module in model.named_modules() if id(module) in own]
+        self._attributes = [(name, vars(module)) for name, module in named]
+        self._children = [
+            (f"{name}.{child}" if module is not model else child, child_modules(module), child, inner)
+            for name, module in named
+            for child, inner in module.named_children()
+            if id(inner) in own
+        ]
+        self._model, self._inside = model, Inside(model)
+
+    def check(self, own: Callable[[], Iterable[nn.Parameter]]) -> None:
+        """ParameterError that names what was replaced or has come, or every module whose forward was compiled.
+
+        `own()`: the parameters that the model may have, under any names, besides some that are at rest.
+        """
+        replaced = [name for name, children, child, inner in self._children if children.get(child) is not inner]
+        if replaced:
+            raise ParameterError(
+                f"[ZW205] {', '.join(replaced)}: the module was replaced or deleted since zeroweave.initialize (as "
+                "resize_token_embeddings(...) does), so its parameters would not be trained; call engine.destroy(), "
+                "change the model, and initialize again with a new optimizer"
+            )
+        if not self._inside.holds:
+            known = set(map(id, own()))
+            named = self._model.named_parameters(remove_duplicate=False)
+            if came := [name for name, p in named if not (id(p) in known or isinstance(p, AtRest) or is_foreign(p))]:
+                raise ParameterError(
+                    f"[ZW205] {listed(came, 6)}: added to the model since zeroweave.initialize, so it "
+                    "would not be trained, the same on all ranks, or saved; call engine.destroy(), add it, and "
+                    "initialize again, or keep what stays frozen outside of the model, in a list for instance"
+                )
+            self._inside = Inside(self._model)
+        compiled = [name for name, own in self._attributes if "forward" in own and is_compiled_function(own["forward"])]
+        if compiled:
+            raise ParameterError(
+                f"[ZW205] {', '.join(compiled)}: forward was compiled with torch.compile under an engine; leave that "
+                "out, the engine compiles its regions"
+            )

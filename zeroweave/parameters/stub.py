@@ -75,32 +75,24 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _getters(names: str) -> Iterator[Callable[..., Any]]:
-    return (getattr(torch.Tensor, name).__get__ for name in names.split() if hasattr(torch.Tensor, name))
-
-
-def _methods(names: str) -> Iterator[Callable[..., Any]]:
-    return (getattr(torch.Tensor, name) for name in names.split() if hasattr(torch.Tensor, name))
+def _of_tensors(names: str) -> Iterator[Callable[..., Any]]:
+    """The methods of these names, and what reads the attributes."""
+    for found in (getattr(torch.Tensor, name) for name in names.split() if hasattr(torch.Tensor, name)):
+        yield found if callable(found) else found.__get__
 
 
 # What a stub answers: everything that a tensor knows without looking at its values.
 _ANSWERED = frozenset(
     (
-        *_getters("shape dtype device layout is_leaf grad_fn grad_dtype ndim name names itemsize"),
-        *_getters("nbytes retains_grad is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested"),
-        *_getters("is_mkldnn is_mps is_xpu is_xla is_mtia is_ipu is_maia is_vulkan"),
+        *_of_tensors("shape dtype device layout is_leaf grad_fn grad_dtype ndim name names itemsize"),
+        *_of_tensors("nbytes retains_grad is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested"),
+        *_of_tensors("is_mkldnn is_mps is_xpu is_xla is_mtia is_ipu is_maia is_vulkan"),
         *metadata_getters(),
-        *_methods("size stride dim ndimension numel nelement element_size dim_order is_contiguous has_names"),
-        *_methods("storage_offset get_device is_floating_point is_complex is_signed is_inference is_conj is_neg"),
-        *_methods("is_shared is_distributed __len__ __hash__ __dir__"),
-        torch.numel,
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.is_signed,
-        torch.is_inference,
-        torch.is_conj,
-        torch.is_neg,
-        torch.get_device,
+        *_of_tensors("size stride dim ndimension numel nelement element_size dim_order is_contiguous has_names"),
+        *_of_tensors("storage_offset get_device is_floating_point is_complex is_signed is_inference is_conj is_neg"),
+        *_of_tensors("is_shared is_distributed __len__ __hash__ __dir__"),
+        *(getattr(torch, name) for name in "numel get_device is_floating_point is_complex is_signed".split()),
+        *(torch.is_inference, torch.is_conj, torch.is_neg),
     )
 )
 _GRAD: Any = torch.Tensor.grad  # the descriptor, which the stubs of torch take for a value

@@ -21,7 +21,7 @@ from torch import nn
 
 from zeroweave.errors import ParameterError, listed
 from zeroweave.notices import warn
-from zeroweave.parameters.foreign import is_foreign, own_parameters
+from zeroweave.parameters.foreign import names_of, own_parameters
 
 WeightsLike: TypeAlias = str | os.PathLike[str] | Callable[[str, torch.Tensor], Any]
 """A safetensors file, a folder of them, or a function that fills the tensor of a parameter's name."""
@@ -266,13 +266,3 @@ def _files_of(path: Path) -> dict[str, Path]:
         path = found[0]
     with _opened(path) as file:
         return dict.fromkeys(file.keys(), path)
-
-
-def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Canonical name -> all names of the parameter, that one first."""
-    canonical = {id(parameter): name for name, parameter in own_parameters(model).items()}
-    names: dict[str, list[str]] = {name: [name] for name in canonical.values()}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not is_foreign(parameter) and name not in names[canonical[id(parameter)]]:
-            names[canonical[id(parameter)]].append(name)
-    return {name: tuple(known) for name, known in names.items()}

@@ -235,6 +235,7 @@ class CallGraphs:
         """arguments that a recording copies, by identity: with their versions, and where to"""
         self._copied: dict[int, tuple[ref[Tensor], int | None]] = {}
         """what a replay has copied to these addresses, with its version: other calls may have saved it from there"""
+        self._closed = False
         self.launched = self.plain = 0
         """executions so far, with a graph and without"""
         self.difference = 0.0
@@ -298,7 +299,10 @@ class CallGraphs:
         self._sources.clear()
 
     def close(self) -> None:
-        """No graph is left."""
+        """No graph is left. Does nothing the second time."""
+        if self._closed:
+            return
+        self._closed = True
         self._end()
         self._recordings.clear()
         self._seen.clear()

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeroweave as zw
 from tests.distributed.optim.test_optimizer_state import all_of, build, differing, settings, train
 from tests.support.harness import Outcome, Pools
-from zeroweave.engine import state_dict as state
+from zeroweave.engine.state_dict import FullValues
 from zeroweave.optim.room import Room
 from zeroweave.optim.states import describe
 
@@ -152,21 +152,28 @@ class Flats(TorchDispatchMode):
         return made
 
 
-def test_one_bucket_at_a_time_beside_the_result() -> None:
-    """Of the parameters and of the state: what one bucket was gathered in is gone before the next is made."""
+def one_bucket_at_a_time() -> tuple[list[int], list[int], int]:
+    """How many flats were alive as each was made, of parameters and of states; and how many buckets there are."""
     model, optimizer = build()
     engine = zw.initialize(model, optimizer, settings(2, bucket={"bytes": 400}))
     train(engine, range(1))
     parts = engine._parts
     wide = dict.fromkeys(parts.original_dtypes, torch.float64)
     with Flats() as flats:
-        values = state.full_values(engine._runtime, wide)
-    assert {value.dtype for value in values.values()} == {torch.float64}
-    assert len(flats.alive) == len(engine.buckets) > 3 and set(flats.alive) == {0}, flats.alive
-    with Flats() as flats:
+        values = FullValues(engine._runtime, wide)
+    assert all(values(name).dtype == torch.float64 for name in wide)
+    with Flats() as others:
         assert parts.optimizer.gather(parts.transport, parts.control, Room("here", PLENTY)).states
-    assert len(flats.alive) > 6 and set(flats.alive) == {0}, flats.alive
+    told = flats.alive, others.alive, len(engine.buckets)
     engine.destroy()
+    return told
+
+
+def test_one_bucket_at_a_time_beside_the_result(pools: Pools) -> None:
+    """Of the parameters and of the state: what one bucket was gathered in is gone before the next is made."""
+    for parameters, states, buckets in pools(2).run(one_bucket_at_a_time):
+        assert len(parameters) == buckets > 3 and set(parameters) == {0}, parameters
+        assert len(states) > 6 and set(states) == {0}, states
 
 
 # ---------------------------------------------------------------------- taken over from another memory

@@ -98,7 +98,7 @@ def everything(engine: Any) -> dict[str, Any]:
     flat |= {
         "steps": (engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.was_step_applied()),
         "norm": engine.get_global_grad_norm(),
-        "loss scale": (engine.loss_scale, *vars(engine._step._scaler.loss_scale).values()),
+        "loss scale": (engine.loss_scale, *vars(engine._step.scaler.loss_scale).values()),
         "schedule": engine.schedule,
         "executed": engine.executed,
         "calls": (stats.compiled_calls, stats.eager_calls, stats.on_demand_unshards, stats.departures),

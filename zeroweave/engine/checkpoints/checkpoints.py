@@ -22,8 +22,7 @@ from zeroweave.checkpoint.folder import Folder
 from zeroweave.checkpoint.reader import opened
 from zeroweave.checkpoint.writer import Saving, words
 from zeroweave.comm import rounding
-from zeroweave.engine.checkpoints.loaded import Loaded
-from zeroweave.engine.checkpoints.saved import Saved
+from zeroweave.engine.checkpoints.content import Loaded, Saved
 from zeroweave.engine.context import EngineContext
 from zeroweave.engine.parameter_access import ParameterAccess
 from zeroweave.engine.scheduler import Scheduler
@@ -69,7 +68,11 @@ class Checkpoints:
     def alone(self, call: str) -> Iterator[None]:
         """Guards a call that all ranks make, between two windows. A save that still runs is over then."""
         with self._parts.guard(call):
-            self._refuse(f"{call}()")
+            what, window = f"{call}()", self._window
+            window.refuse_inside(what)
+            window.refuse_coalescing(what)
+            window.refuse_computing(what, "call it between them")
+            window.refuse_waiting(what)
             self._parts.guard.meet()
             self.finish()
             yield
@@ -217,12 +220,6 @@ class Checkpoints:
                     config.save_pretrained(folder)
                 except Exception as error:  # of any kind: the other ranks wait to be told
                     raise CheckpointError(f"[ZW610] {type(config).__name__}.save_pretrained: {words(error)}") from error
-
-    def _refuse(self, what: str) -> None:
-        self._window.refuse_inside(what)
-        self._window.refuse_coalescing(what)
-        self._window.refuse_computing(what, "call it between them")
-        self._window.refuse_waiting(what)
 
 
 def _check(path: StrPath, tag: str | None) -> None:

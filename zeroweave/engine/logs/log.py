@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zeroweave.comm.wire import Wire
 from zeroweave.config import Config
 from zeroweave.engine.context import EngineContext
-from zeroweave.engine.logs.sinks import TRACKERS, Figures, Happened, JsonLines, Sink
+from zeroweave.engine.logs.sinks import CURVES, Sink, Values, json_lines
+from zeroweave.engine.samples import Samples
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.errors import ConfigError
@@ -50,15 +52,16 @@ def sinks_of(config: Config, ends: ExitStack) -> list[Sink]:
 
     if folder is not None:
         try:
-            add(JsonLines(folder))
+            add(json_lines(folder))
         except OSError as error:
             raise ConfigError(f"[ZW107] log_dir {config.log_dir!r} cannot be written: {error}") from error
     for name in config.log.to:
-        add(TRACKERS[name](folder))
+        add(CURVES[name](folder))
     if config.log.progress:
         from zeroweave.engine.logs.terminal import Terminal
 
-        add(Terminal(on_stderr(), config.log.steps))
+        shown = Terminal(on_stderr(), config.log.steps)
+        add(Sink("the terminal", shown.tell, shown.close))
     return sinks
 
 
@@ -68,7 +71,7 @@ class _Share(NamedTuple):
     loss: float | None
     tokens: int
     memory: int
-    events: tuple[Happened, ...]
+    events: tuple[Values, ...]
 
 
 class Log:
@@ -77,15 +80,15 @@ class Log:
     def __init__(self, parts: EngineContext, scheduler: Scheduler, step: OptimizerStep, sinks: Sequence[Sink]) -> None:
         self._parts, self._scheduler, self._step, self._sinks = parts, scheduler, step, list(sinks)
         self._every, self._told = parts.config.log.every, False
-        self._exposed: tuple[Schedule, float | None] | None = None
+        self._exposed: tuple[Schedule | None, float] = None, 0.0
         """the schedule that was looked at last, and what `_exposed_seconds` found"""
         # Since the last figures:
         self._began = time.perf_counter()
         self._steps = self._tokens = 0
         self._losses: list[torch.Tensor] = []
-        self._events: list[Happened] = []
+        self._events: list[Values] = []
         about = {**parts.described, "gathers": str(parts.gathers)}
-        self._to_sinks(lambda sink: sink.begin(about))
+        self._to_sinks("run", about)
 
     def step_ended(self, loss: torch.Tensor | None, tokens: int) -> None:
         """After each optimizer step, also one that was skipped. Collective."""
@@ -95,7 +98,7 @@ class Log:
             self._losses.append(loss)
         number = self._parts.progress.step
         self._note_events(number)
-        self._to_sinks(lambda sink: sink.step_ended(number))
+        self._to_sinks("step", {"step": number})
         if not self._told or number % self._every == 0:
             self._tell(number)
 
@@ -107,17 +110,18 @@ class Log:
 
     def _note_events(self, step: int) -> None:
         for event in self._parts.journal.take():
-            self._happened(Happened(step, self._parts.control.rank, event.kind, event.reason))
+            rank = self._parts.control.rank
+            self._happened({"step": step, "rank": rank, "event": event.kind, "reason": event.reason})
 
-    def _happened(self, happened: Happened) -> None:
-        self._events.append(happened)
-        self._to_sinks(lambda sink: sink.happened(happened))
+    def _happened(self, event: Values) -> None:
+        self._events.append(event)
+        self._to_sinks("event", event)
 
-    def _to_sinks(self, tell: Callable[[Sink], None]) -> None:
+    def _to_sinks(self, kind: str, values: Values) -> None:
         """A sink that fails, because a disk is full or a server gone, is told nothing more. The run continues."""
         for sink in tuple(self._sinks):
             try:
-                tell(sink)
+                sink.tell(kind, values)
             except Exception as error:
                 self._sinks.remove(sink)
                 warn(f"the log goes to {sink.name} no more: {type(error).__name__}: {error}", self._parts.control.rank)
@@ -127,54 +131,136 @@ class Log:
         with self._parts.guard("step"):
             loss = float(torch.stack(self._losses).mean()) if self._losses else None
             mine = _Share(loss, self._tokens, self._parts.transport.clock.peak(), tuple(self._events))
-            shares = [_Share(*each) for each in self._parts.control.all_gather_object(tuple(mine), "the log")]
+            shares: list[_Share] = self._parts.control.all_gather_object(mine, "the log")
         seconds = time.perf_counter() - self._began
         if self._sinks:
             self._tell_others(shares)
-            figures = self._figures(number, seconds, shares)
-            self._to_sinks(lambda sink: sink.figures(figures))
+            self._to_sinks("figures", self._figures(number, seconds, shares))
         self._told, self._began = True, time.perf_counter()
         self._steps = self._tokens = 0
         self._losses, self._events = [], []
 
     def _tell_others(self, shares: Sequence[_Share]) -> None:
         """What happened on other ranks and not here."""
-        known = {(each.step, each.kind, each.reason) for each in shares[0].events}
-        for share in shares[1:]:
-            for each in share.events:
-                if (each.step, each.kind, each.reason) not in known:
-                    known.add((each.step, each.kind, each.reason))
-                    self._happened(each)
+        known = [{**each, "rank": None} for each in shares[0].events]
+        for each in (each for share in shares[1:] for each in share.events):
+            if (alike := {**each, "rank": None}) not in known:
+                known.append(alike)
+                self._happened(each)
 
-    def _figures(self, number: int, seconds: float, shares: Sequence[_Share]) -> Figures:
+    def _figures(self, number: int, seconds: float, shares: Sequence[_Share]) -> Values:
+        """How the steps since the last figures went, on all ranks together. What is not known is None.
+
+        step: optimizer steps so far, with those that were skipped. loss: what the gradients of a step are of, where
+        `engine.backward`, `engine.scale` or `engine.train_step` knows it: the mean over steps and ranks. seconds: of
+        one step on the wall clock, with all that the program did between steps. memory: bytes of device memory that
+        were allocated at most, on the rank with most. exposed: seconds of a step in which computation waits for
+        collectives, as predicted from what its schedule's instructions have cost. gradient_norm: before the last
+        clipping. skipped: steps so far.
+        """
         losses = [share.loss for share in shares if share.loss is not None]
         tokens, steps = sum(share.tokens for share in shares), max(self._steps, 1)
         optimizer = self._parts.optimizer
         assert optimizer is not None  # there are steps
-        return Figures(
-            step=number,
-            loss=sum(losses) / len(losses) if losses else None,
-            seconds=seconds / steps,
-            tokens_per_second=tokens / seconds if tokens else None,
-            memory=max(share.memory for share in shares) or None,
-            exposed=self._exposed_seconds(),
-            learning_rates=tuple(_number(group.get("lr")) for group in optimizer.optimizer.param_groups),
-            loss_scale=self._step.loss_scale,
-            gradient_norm=self._step.norm,
-            skipped=self._step.skipped,
-        )
+        return {
+            "step": number,
+            "loss": sum(losses) / len(losses) if losses else None,
+            "seconds": seconds / steps,
+            "tokens_per_second": tokens / seconds if tokens else None,
+            "memory": max(share.memory for share in shares) or None,
+            "exposed": self._exposed_seconds(),
+            "learning_rates": [_number(group.get("lr")) for group in optimizer.optimizer.param_groups],
+            "loss_scale": self._step.scaler.loss_scale.value,
+            "gradient_norm": self._step.norm,
+            "skipped": self._step.skipped,
+        }
 
     def _exposed_seconds(self) -> float | None:
         """What computation waits for collectives in a step of the present schedule; None before costs are known."""
         schedule = self._scheduler.schedule
-        if schedule is None:
+        if schedule is None or schedule.costs is None:
             return None
-        if self._exposed is None or self._exposed[0] is not schedule:
-            costs = schedule.costs
-            waits = None if costs is None else simulate(schedule, costs).waits
-            self._exposed = schedule, None if waits is None else math.fsum(waits.values())
+        if self._exposed[0] is not schedule:
+            self._exposed = schedule, math.fsum(simulate(schedule, schedule.costs).waits.values())
         return self._exposed[1]
 
 
 def _number(rate: Any) -> float | None:
     return float(rate) if isinstance(rate, int | float | torch.Tensor) else None
+
+
+class AfterStep:
+    """Tells the log and the samples of one engine about its steps. None where they were not asked for."""
+
+    def __init__(self, transport: Wire, log: Log | None, samples: Samples | None) -> None:
+        self._transport, self._log, self._samples = transport, log, samples
+        self._losses: list[torch.Tensor] = []
+        """of the open window, unscaled"""
+        self._tokens = 0
+        """of the open window"""
+
+    @property
+    def _look(self) -> bool:
+        """True if the log or the samples need the present micro-step."""
+        return (self._log is not None or self._samples is not None) and not self._transport.skips
+
+    def batch(self, training: bool, *batch: Any) -> None:
+        """The module is called with this."""
+        if training and self._look:
+            self._tokens += tokens_of(batch)
+
+    def loss(self, loss: torch.Tensor, divisor: int) -> None:
+        """A loss, unscaled, and what it is divided by where it is differentiated. Waits for no device.
+
+        What it becomes later does not matter.
+        """
+        if self._look:
+            kind = torch.promote_types(loss.dtype, torch.float32)
+            self._losses.append(loss.detach().mean(dtype=kind) / divisor)  # a copy: graphs write theirs again
+
+    def window_ended(self) -> None:
+        """The window is over, or was given up: nothing of it counts any more."""
+        self._losses, self._tokens = [], 0
+
+    def step_ended(self, boundary: bool) -> None:
+        """After each `step()`; `boundary`: it was an optimizer step, or one that was skipped. Collective."""
+        if not (boundary and self._look):
+            return
+        # The optimizer step's gradients are of this sum.
+        loss, tokens = torch.stack(self._losses).sum() if self._losses else None, self._tokens
+        self.window_ended()
+        if self._log is not None:
+            self._log.step_ended(loss, tokens)
+        if self._samples is not None:
+            self._samples.step_ended(loss)
+
+    def close(self) -> None:
+        """The engine ends. Collective."""
+        if self._log is not None:
+            self._log.close()
+
+
+def tokens_of(batch: Any) -> int:
+    """How many tokens a batch has: the elements of its `input_ids`, or else of its first two-dimensional integers.
+
+    Padding counts. 0 where there is nothing of the kind.
+    """
+    first = 0
+    for name, tensor in _tensors("", batch):
+        if name == "input_ids":
+            return tensor.numel()
+        if not first and tensor.ndim == 2 and tensor.dtype in (torch.int64, torch.int32):
+            first = tensor.numel()
+    return first
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    match value:
+        case torch.Tensor():
+            yield name, value
+        case Mapping():
+            for key, item in value.items():
+                yield from _tensors(str(key), item)
+        case list() | tuple():
+            for item in value:
+                yield from _tensors(name, item)

@@ -1,115 +1,47 @@
-"""Where a log goes. Each sink is made on rank 0 only, and takes what `Log` tells."""
+"""Where a log goes: a file, and libraries that draw curves. Sinks are made on rank 0 only."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 FILE: Final = "metrics.jsonl"
-_Take = Callable[[dict[str, Any]], object]
+Values: TypeAlias = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Figures:
-    """How the steps since the last figures went, on all ranks together. What is not known is None.
+class Sink(NamedTuple):
+    """Takes what a log tells, and leaves out what it has no use for.
 
-    step: optimizer steps so far, with those that were skipped. loss: what the gradients of a step are of, where
-    `engine.backward`, `engine.scale` or `engine.train_step` knows it: the mean over steps and ranks. seconds: of one
-    step on the wall clock, with all that the program did between steps. memory: bytes of device memory that were
-    allocated at most, on the rank with most. exposed: seconds of a step in which computation waits for collectives, as
-    predicted from what its schedule's instructions have cost. gradient_norm: before the last clipping. skipped: steps
-    so far.
+    `tell(kind, values)`: "run", first, is what the run is; "step" the optimizer steps so far; "figures" those of
+    `Log`; "event" what happened.
     """
 
-    step: int
-    loss: float | None
-    seconds: float
-    tokens_per_second: float | None
-    memory: int | None
-    exposed: float | None
-    learning_rates: tuple[float | None, ...]
-    loss_scale: float
-    gradient_norm: float | None
-    skipped: int
-
-    def values(self) -> Iterator[tuple[str, float]]:
-        """What is known, each by its own name: for what draws curves."""
-        for name, value in asdict(self).items():
-            if name == "learning_rates":
-                several = len(value) > 1
-                for group, rate in enumerate(value):
-                    if rate is not None:
-                        yield f"learning_rate_{group}" if several else "learning_rate", rate
-            elif name != "step" and value is not None:
-                yield name, float(value)
-
-
-@dataclass(frozen=True)
-class Happened:
-    """An event (see `notices.Event`), the step at whose end it was told, and the rank."""
-
-    step: int
-    rank: int
-    kind: str
-    reason: str
-
-
-class Sink:
-    """Takes what a log tells, and leaves out what it has no use for."""
-
-    name = ""
+    name: str
     """what users call it"""
-
-    def begin(self, about: dict[str, Any]) -> None:
-        """First: what the run is, as JSON has it."""
-
-    def step_ended(self, step: int) -> None:
-        """So many optimizer steps so far."""
-
-    def figures(self, figures: Figures) -> None:
-        """How the last steps went."""
-
-    def happened(self, happened: Happened) -> None:
-        """An event."""
-
-    def close(self) -> None:
-        """Last."""
+    tell: Callable[[str, Values], object]
+    close: Callable[[], object]
 
 
-class JsonLines(Sink):
+def json_lines(folder: Path) -> Sink:
     """`metrics.jsonl`: one object in each line, distinguished by `kind`; a resumed run appends.
 
     Numbers that JSON does not have (infinite, NaN) are null. OSError where the folder cannot be written.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / FILE).open("a", encoding="utf-8")
 
-    name = FILE
+    def tell(kind: str, values: Values) -> None:
+        if kind != "step":
+            line = {"kind": kind, "time": round(time.time(), 3), **values}
+            file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+            file.flush()
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / FILE).open("a", encoding="utf-8")
-
-    def begin(self, about: dict[str, Any]) -> None:
-        self._write("run", about)
-
-    def figures(self, figures: Figures) -> None:
-        self._write("figures", asdict(figures))
-
-    def happened(self, happened: Happened) -> None:
-        self._write("event", {"event" if k == "kind" else k: v for k, v in asdict(happened).items()})
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, kind: str, values: dict[str, Any]) -> None:
-        line = {"kind": kind, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
-        self._file.flush()
+    return Sink(FILE, tell, file.close)
 
 
 def _finite(value: Any) -> Any:
@@ -123,42 +55,40 @@ def _finite(value: Any) -> Any:
     return value
 
 
-class Tracker(Sink):
-    """The curves of a library. Events are not sent.
+def _curves(
+    name: str, about: Callable[[Values], object], log: Callable[[Values], object], close: Callable[[], object]
+) -> Sink:
+    """Those of a library: `about` takes what the run is, and `log` the figures that are known, each by its name."""
 
-    `about` gets what the run is, and `log` the figures, each by name, `zeroweave/step` among them.
-    """
+    def tell(kind: str, values: Values) -> None:
+        if kind == "run":
+            about(values)
+        elif kind == "figures":
+            rates = values["learning_rates"]
+            names = ["learning_rate"] if len(rates) == 1 else [f"learning_rate_{group}" for group in range(len(rates))]
+            known = {**values, **dict(zip(names, rates, strict=True)), "learning_rates": None}
+            log({f"zeroweave/{name}": value for name, value in known.items() if value is not None})
 
-    def __init__(self, name: str, about: _Take, log: _Take, close: Callable[[], object]) -> None:
-        self.name, self._about, self._log, self._close = name, about, log, close
-
-    def begin(self, about: dict[str, Any]) -> None:
-        self._about(about)
-
-    def figures(self, figures: Figures) -> None:
-        self._log({"zeroweave/step": figures.step, **{f"zeroweave/{name}": value for name, value in figures.values()}})
-
-    def close(self) -> None:
-        self._close()
+    return Sink(name, tell, close)
 
 
-def _tensorboard(folder: Path | None) -> Tracker:
+def _tensorboard(folder: Path | None) -> Sink:
     """Writes to the folder."""
     writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
 
-    def log(values: dict[str, Any]) -> None:
+    def log(values: Values) -> None:
         step = values.pop("zeroweave/step")
         for name, value in values.items():
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    def about(run: dict[str, Any]) -> None:
+    def about(run: Values) -> None:
         writer.add_text("run", f"```\n{json.dumps(run, indent=2)}\n```")
 
-    return Tracker("TensorBoard", about, log, writer.close)
+    return _curves("TensorBoard", about, log, writer.close)
 
 
-def _wandb(folder: Path | None) -> Tracker:
+def _wandb(folder: Path | None) -> Sink:
     """The program's open run, or a new one."""
     wandb = import_module("wandb")
     own = wandb.run is None
@@ -166,26 +96,26 @@ def _wandb(folder: Path | None) -> Tracker:
     run.define_metric("zeroweave/step")  # the program may have its own steps
     run.define_metric("zeroweave/*", step_metric="zeroweave/step")
 
-    def about(told: dict[str, Any]) -> None:
+    def about(told: Values) -> None:
         run.config.update({"zeroweave": told}, allow_val_change=True)
 
-    return Tracker("Weights & Biases", about, run.log, run.finish if own else lambda: None)
+    return _curves("Weights & Biases", about, run.log, run.finish if own else lambda: None)
 
 
-def _mlflow(folder: Path | None) -> Tracker:
+def _mlflow(folder: Path | None) -> Sink:
     """The program's active run, or a new one."""
     mlflow = import_module("mlflow")
     own = mlflow.active_run() is None
     run = (mlflow.start_run() if own else mlflow.active_run()).info.run_id
 
-    def log(values: dict[str, Any]) -> None:
+    def log(values: Values) -> None:
         mlflow.log_metrics(values, step=values.pop("zeroweave/step"), run_id=run)
 
-    def about(told: dict[str, Any]) -> None:
+    def about(told: Values) -> None:
         mlflow.log_dict(told, "zeroweave.json", run_id=run)
 
-    return Tracker("MLflow", about, log, mlflow.end_run if own else lambda: None)
+    return _curves("MLflow", about, log, mlflow.end_run if own else lambda: None)
 
 
-TRACKERS: Final = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
+CURVES: Final = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
 """What makes each, of `log_dir`; by the names of `log.to`, which are those of the libraries."""

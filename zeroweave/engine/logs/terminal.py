@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
-
-from zeroweave.engine.logs.sinks import Figures, Happened, Sink
 
 _REDRAWN: float = 0.1
 """Seconds between two drawings of the bar, at least."""
@@ -23,13 +22,11 @@ class _Told(ProgressColumn):
         return Text(task.fields["figures"], no_wrap=True, overflow="ellipsis")
 
 
-class Terminal(Sink):
+class Terminal:
     """Shows the figures that were told last, and each event as a line above. `steps`: of the whole run, None: unknown.
 
     What the program prints meanwhile appears above the bar.
     """
-
-    name = "the terminal"
 
     def __init__(self, console: Console, steps: int | None) -> None:
         self._console, self._drawn = console, 0.0
@@ -42,25 +39,21 @@ class Terminal(Sink):
             self._bar = Progress(*columns, _Told(), console=console, auto_refresh=False)
             self._bar.add_task("", total=steps, figures="")
 
-    def step_ended(self, step: int) -> None:
-        if self._bar is None:
-            return
-        self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=step)
-        if (now := time.monotonic()) - self._drawn >= _REDRAWN:
-            self._drawn = now
-            self._bar.refresh()
-
-    def figures(self, figures: Figures) -> None:
-        told = ", ".join(words(figures))
-        if self._bar is None:
-            self._print(f"step {figures.step}: {told}")
-        else:
-            self._bar.update(self._bar.task_ids[0], figures=told, refresh=True)
-
-    def happened(self, happened: Happened) -> None:
-        where = f", rank {happened.rank}" if happened.rank else ""
-        self._print(f"step {happened.step}{where}: {happened.kind}: {happened.reason}")
+    def tell(self, kind: str, values: dict[str, Any]) -> None:
+        """See `sinks.Sink`."""
+        if kind == "step" and self._bar is not None:
+            self._bar.start()
+            self._bar.update(self._bar.task_ids[0], completed=values["step"])
+            if (now := time.monotonic()) - self._drawn >= _REDRAWN:
+                self._drawn = now
+                self._bar.refresh()
+        elif kind == "figures" and self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], figures=", ".join(words(values)), refresh=True)
+        elif kind == "figures":
+            self._print(f"step {values['step']}: {', '.join(words(values))}")
+        elif kind == "event":
+            where = f", rank {values['rank']}" if values["rank"] else ""
+            self._print(f"step {values['step']}{where}: {values['event']}: {values['reason']}")
 
     def close(self) -> None:
         if self._bar is not None:
@@ -70,16 +63,16 @@ class Terminal(Sink):
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def words(figures: Figures) -> Iterator[str]:
+def words(figures: dict[str, Any]) -> Iterator[str]:
     """What a line has room for."""
-    if figures.loss is not None:
-        yield f"loss {figures.loss:.4f}"
-    if figures.tokens_per_second is not None:
-        yield f"{figures.tokens_per_second:,.0f} tokens/s"
-    yield f"{1000 * figures.seconds:.1f} ms a step"
-    if figures.memory is not None:
-        yield f"{figures.memory / (1 << 30):.1f} GiB"
-    if figures.exposed is not None:
-        yield f"{1000 * figures.exposed:.1f} ms of it exposed communication"
-    if figures.skipped:
-        yield f"{figures.skipped} skipped"
+    if (loss := figures["loss"]) is not None:
+        yield f"loss {loss:.4f}"
+    if (rate := figures["tokens_per_second"]) is not None:
+        yield f"{rate:,.0f} tokens/s"
+    yield f"{1000 * figures['seconds']:.1f} ms a step"
+    if (memory := figures["memory"]) is not None:
+        yield f"{memory / (1 << 30):.1f} GiB"
+    if (exposed := figures["exposed"]) is not None:
+        yield f"{1000 * exposed:.1f} ms of it exposed communication"
+    if skipped := figures["skipped"]:
+        yield f"{skipped} skipped"

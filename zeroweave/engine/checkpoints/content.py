@@ -1,4 +1,18 @@
-"""What an engine gives to a checkpoint."""
+"""What a run consists of, into a checkpoint and out of it.
+
+Tensors, by name (NAME: a parameter's key in state dicts; R: a rank):
+
+    param/NAME           the parameter, the float32 master where there is one
+    state/NAME/KEY       what the optimizer keeps of each element, such as "exp_avg"; KEY: see `compatibility.quoted`
+    buffer/NAME          a persistent buffer of rank 0, and of all ranks that have no other
+    rank/R/buffer/NAME   that of rank R, where it is another
+    client/N             the N-th tensor of what the program hands in that is too large for a value
+
+Values, by name: "run", "model", "optimizer", "lr_scheduler", "loss_scale", "client"; "scalar/NAME/KEY", what the
+optimizer keeps of a parameter as a whole, such as "step"; "rank/R/random", the states of random numbers; "data", the
+position of rank 0's loader, and "rank/R/data", that of another rank where it is another; likewise "extra" and
+"rank/R/extra", the extra state of modules by its names in state dicts.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +24,11 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from zeroweave.checkpoint import plain, random_numbers
-from zeroweave.checkpoint.compatibility import quoted
+from zeroweave.checkpoint.compatibility import Compatibility, Wanted, quoted
 from zeroweave.checkpoint.export import CONFIGS, Model
 from zeroweave.checkpoint.files import Part
 from zeroweave.checkpoint.manifest import NAMES
+from zeroweave.checkpoint.reader import Reader
 from zeroweave.checkpoint.writer import Content
 from zeroweave.engine.context import EngineContext
 from zeroweave.engine.state_dict import extra_states, keys, names_of, persistent_buffers
@@ -24,6 +39,7 @@ from zeroweave.errors import EngineError
 from zeroweave.layout import Fragment
 from zeroweave.notices import warn
 from zeroweave.optim.codes import BLOCK, Coded, decode
+from zeroweave.optim.options import set_options
 from zeroweave.optim.several import kind_of
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.ranks.faults import Faults
@@ -37,7 +53,6 @@ _OWN_OPTIONS: Final = frozenset({"params", "param_names", "foreach", "fused", "c
 _AT_ONCE: Final = 1 << 24
 """Elements that a thread reads in place, while an update waits for it."""
 
-_Held = Callable[[Bucket, int], Mapping[str, Any]]
 _Values = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
@@ -46,6 +61,17 @@ class _Portion(NamedTuple):
 
     tensors: tuple[torch.Tensor, ...]
     values: _Values
+
+
+class _Held(NamedTuple):
+    """What the optimizer keeps of this rank's fragment of a slot."""
+
+    outline: Mapping[str, Any]
+    """by key; what has few bits is there without values"""
+    cut: frozenset[str]
+    """the keys under which there is something of each element"""
+    coded: Mapping[str, Coded]
+    """what has few bits"""
 
 
 class Saved:
@@ -97,7 +123,7 @@ class Saved:
         if optimizer is not None and (odd := optimizer.offload.uncuttable()):
             raise EngineError(f"[ZW606] {odd}")
         outlines = ((bucket, bucket.shard.to("meta")) for bucket in buckets)
-        parts = [part for bucket, shard in outlines for part, _ in self._pieces(bucket, shard, self._outline)]
+        parts = [part for bucket, shard in outlines for part, _ in self._pieces(bucket, shard)]
         others = [(Part.of(name, value), value) for name, value in buffers.items()]
         values = {f"rank/{rank}/random": plain.encode(random_numbers.states(self._parts.device), "random"), **told}
         values |= {name: value for bucket in buckets for name, value in self._scalars(bucket)}
@@ -127,8 +153,8 @@ class Saved:
             if place.numel:
                 held = [bucket.fragment(tensor, index) for tensor in bucket.home.at_rest]
                 portions += _portions(held, [_AT_ONCE] * len(held), whole)
-                coded, cut = self._coded(bucket, index), self._cut(bucket, index)
-                for key, value in self._outline(bucket, index).items():
+                outline, cut, coded = self._held(bucket, index)
+                for key, value in outline.items():
                     if key in coded:
                         portions += _portions(coded[key], [_AT_ONCE, _AT_ONCE // BLOCK], lambda at: decode(Coded(*at)))
                     elif key in cut:
@@ -138,18 +164,25 @@ class Saved:
     def _tensors(self, others: Sequence[tuple[Part, torch.Tensor]]) -> Iterator[torch.Tensor]:
         """What is written, in host memory, in the order of the parts; `others`: those outside buckets."""
         buckets = self._runtime.buckets.values()
-        pieces = (self._pieces(bucket, bucket.values().cpu(), self._state) for bucket in buckets)
+        pieces = (self._pieces(bucket, bucket.values().cpu(), decoded=True) for bucket in buckets)
         for part, value in chain(chain.from_iterable(pieces), others):
             if part.numel:
                 yield value.cpu()
 
-    def _pieces(self, bucket: Bucket, shard: torch.Tensor, held: _Held) -> Iterator[tuple[Part, torch.Tensor]]:
-        """What this rank has of a bucket's parameters, in its `shard`, and of what the optimizer has `held` of them."""
+    def _pieces(
+        self, bucket: Bucket, shard: torch.Tensor, decoded: bool = False
+    ) -> Iterator[tuple[Part, torch.Tensor]]:
+        """What this rank has of a bucket's parameters, in its `shard`, and what the optimizer keeps of their elements.
+
+        `decoded`: what has few bits has its values.
+        """
         for index, name, place in _fragments(bucket):
             shape, mine = bucket.layout.slots[index].shape, bucket.fragment(shard, index)
             yield Part(f"param/{name}", shape, mine.dtype, place.offset, place.numel), mine
-            cut = self._cut(bucket, index)
-            for key, value in held(bucket, index).items():
+            held, cut, coded = self._held(bucket, index)
+            if coded and decoded and self._parts.optimizer is not None:
+                held = self._parts.optimizer.state_of(bucket.id, index)
+            for key, value in held.items():
                 if key in cut:
                     part = f"state/{name}/{quoted(key)}"
                     yield Part(part, shape, value.dtype, place.offset, place.numel), value
@@ -161,38 +194,23 @@ class Saved:
             sizes = [layout.fragment(index, place).numel for place in range(bucket.rank + 1)]
             if not sizes[-1] or any(sizes[:-1]):
                 continue
-            cut = self._cut(bucket, index)
-            for key, value in self._outline(bucket, index).items():
+            held, cut, _ = self._held(bucket, index)
+            for key, value in held.items():
                 if key not in cut:
                     name = f"{layout.keys(slot.name)[bucket.number]}/{quoted(key)}"
                     yield f"scalar/{name}", plain.encode(value, f"the optimizer's state {name}")
 
-    def _optimizer_of(self, bucket: Bucket) -> ShardedOptimizer | None:
-        """None where nothing is held of the bucket's parameters."""
-        return self._parts.optimizer if bucket.layout.trainable else None
-
-    def _state(self, bucket: Bucket, slot: int) -> Mapping[str, Any]:
-        optimizer = self._optimizer_of(bucket)
-        return {} if optimizer is None else optimizer.state_of(bucket.id, slot)
-
-    def _outline(self, bucket: Bucket, slot: int) -> Mapping[str, Any]:
-        """The same, without values of what has few bits; EngineError where a checkpoint has no names for it."""
-        optimizer = self._optimizer_of(bucket)
-        held: Mapping[str, Any] = {} if optimizer is None else optimizer.offload.outline_of(bucket.id, slot)
-        if others := [key for key in held if type(key) is not str]:
+    def _held(self, bucket: Bucket, slot: int) -> _Held:
+        """EngineError where a checkpoint has no names for it."""
+        if self._parts.optimizer is None or not bucket.layout.trainable:
+            return _Held({}, frozenset(), {})
+        offload = self._parts.optimizer.offload
+        outline = offload.outline_of(bucket.id, slot)
+        if others := [key for key in outline if type(key) is not str]:
             raise EngineError(
                 f"[ZW606] the optimizer keeps its state under {others[0]!r}: a checkpoint needs a string there"
             )
-        return held
-
-    def _cut(self, bucket: Bucket, slot: int) -> frozenset[str]:
-        """Under which keys of `_outline` there is something of each element of a fragment."""
-        optimizer = self._optimizer_of(bucket)
-        return frozenset() if optimizer is None else optimizer.offload.cut_of(bucket.id, slot)
-
-    def _coded(self, bucket: Bucket, slot: int) -> Mapping[str, Coded]:
-        optimizer = self._optimizer_of(bucket)
-        return {} if optimizer is None else optimizer.offload.coded(bucket.id, slot)
+        return _Held(outline, offload.cut_of(bucket.id, slot), offload.coded(bucket.id, slot))
 
     def _facts(self) -> dict[str, Any]:
         """What all ranks share."""
@@ -200,7 +218,7 @@ class Saved:
         facts: dict[str, Any] = {
             "model": plain.encode(self._model().model_dump(), "model"),
             "run": {"micro_steps": self._window.micro_steps, "skipped_steps": self._step.skipped},
-            "loss_scale": plain.encode(self._step.scale_state(), "the loss scale"),
+            "loss_scale": plain.encode(self._step.scaler.loss_scale.state(), "the loss scale"),
         }
         if optimizer is not None:
             users = optimizer.optimizer
@@ -273,3 +291,107 @@ def _whole(snapshot: Snapshot, portions: Sequence[_Portion]) -> Iterator[torch.T
         kept = [tensor.clone() for tensor in islice(read, len(portion.tensors) - 1)]
         for last in islice(read, 1):  # it ends early where the save was stopped
             yield portion.values([*kept, last])
+
+
+class Loaded:
+    """Puts a checkpoint, by the names of this package, into one engine."""
+
+    def __init__(self, parts: EngineContext, window: Window, step: OptimizerStep) -> None:
+        self._parts, self._runtime, self._control = parts, parts.runtime, parts.control
+        self._window, self._step = window, step
+
+    def wanted(self) -> Wanted:
+        """What the engine has for a checkpoint to fit."""
+        buckets = self._runtime.buckets.values()
+        held = [(key, slot, b) for b in buckets for slot in b.layout.slots for key in b.layout.keys(slot.name)]
+        parameters = {key: slot.shape for key, slot, _ in held}
+        buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self._parts.model)}
+        optimizer, scheduler = self._parts.optimizer, self._step.lr_scheduler
+        extra = extra_states(self._parts.model).keys()
+        if optimizer is None:
+            return Wanted(parameters, buffers, extra=extra)
+        names = names_of(self._parts)
+        groups = [[names[id(p)] for p in group["params"]] for group in optimizer.optimizer.param_groups]
+        kind = None if scheduler is None else kind_of(scheduler)
+        told = kind_of(optimizer.optimizer), groups
+        refused = optimizer.offload.refused_in
+        dtypes = {f"param/{key}": bucket.dtype for key, _, bucket in held}
+
+        def clashes(state: Mapping[Any, Any]) -> list[str]:
+            own = getattr(type(scheduler), "load_state_dict", None)
+            if own is None or own.__module__ != "torch.optim.lr_scheduler":
+                return []  # the program's own scheduler may take any state
+            return [repr(key) for key, value in state.items() if _clashes(scheduler, key, value)]
+
+        return Wanted(parameters, buffers, told, kind, extra, refused, dtypes, clashes)
+
+    def load_extra(self, compatibility: Compatibility) -> None:
+        """Hands the modules their extra state, which they may refuse."""
+        modules = extra_states(self._parts.model)
+        for name, state in compatibility.extra(self._control.rank).items():
+            if name in modules:
+                modules[name].set_extra_state(state)
+
+    @torch.no_grad()
+    def load(self, reader: Reader, compatibility: Compatibility) -> None:
+        """Takes what fits: see `Compatibility.check`."""
+        facts, optimizer, scheduler = compatibility.facts, self._parts.optimizer, self._step.lr_scheduler
+        saved = facts.optimizer
+        for bucket in self._runtime.buckets.values():
+            self._load_parameters(bucket, reader)
+            if bucket.layout.trainable and optimizer is not None and saved is not None:
+                optimizer.replace(bucket.id, self._states(bucket, reader, compatibility, optimizer))
+        self._load_buffers(reader, compatibility)
+        if optimizer is not None and saved is not None:
+            for group, mine in zip(saved.groups, optimizer.optimizer.param_groups, strict=True):
+                set_options(mine, group.options)
+        if scheduler is not None and facts.lr_scheduler is not None:
+            scheduler.load_state_dict(facts.lr_scheduler.state)
+        self._parts.progress.resume(reader.manifest.step)
+        self._window.resume(facts.run.micro_steps)
+        self._step.resume(facts.run.skipped_steps, facts.loss_scale.model_dump())
+
+    def _load_parameters(self, bucket: Bucket, reader: Reader) -> None:
+        layout, shard = bucket.layout, bucket.values().to("cpu", copy=True)
+        for index, slot in enumerate(layout.slots):
+            name = f"param/{layout.keys(slot.name)[bucket.number]}"
+            place = layout.fragment(index, bucket.rank)
+            if place.numel and name in reader.manifest.tensors:
+                bucket.fragment(shard, index).copy_(reader.read(name, place.offset, place.numel))
+        bucket.put(shard.to(bucket.device))
+        bucket.renew()
+
+    def _states(
+        self, bucket: Bucket, reader: Reader, compatibility: Compatibility, optimizer: ShardedOptimizer
+    ) -> dict[int, dict[str, Any]]:
+        """By slot: what the optimizer is to hold of this rank's fragments of a bucket that the checkpoint has."""
+        layout, home = bucket.layout, optimizer.home_of_moments(bucket.id)
+        states: dict[int, dict[str, Any]] = {}
+        shards: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        for index, slot in enumerate(layout.slots):
+            place, name = layout.fragment(index, bucket.rank), layout.keys(slot.name)[bucket.number]
+            if not place.numel or f"param/{name}" not in reader.manifest.tensors:
+                continue
+            state = states[index] = {}
+            for key in compatibility.cut.get(name, ()):
+                read = reader.read(f"state/{name}/{quoted(key)}", place.offset, place.numel)
+                if (key, read.dtype) not in shards:
+                    shards[key, read.dtype] = torch.zeros(layout.shard_numel, dtype=read.dtype, device=home)
+                state[key] = bucket.fragment(shards[key, read.dtype], index).copy_(read)
+            for key, value in compatibility.scalars.get(name, {}).items():
+                at = optimizer.home_of_scalars(bucket.id, index, key)
+                state[key] = value.to(at, copy=True) if isinstance(value, torch.Tensor) else value
+        return states
+
+    def _load_buffers(self, reader: Reader, compatibility: Compatibility) -> None:
+        for name, buffer in persistent_buffers(self._parts.model):
+            saved = compatibility.buffer(name, self._control.rank)
+            if saved in reader.manifest.tensors:
+                buffer.copy_(reader.whole(saved))
+
+
+def _clashes(scheduler: Any, key: Any, value: Any) -> bool:
+    """True if a value would take the place of a method, or of the number of steps without being one."""
+    if not isinstance(key, str) or callable(getattr(type(scheduler), key, None)):
+        return True
+    return key in ("last_epoch", "_step_count") and not isinstance(value, int | float | torch.Tensor)
