@@ -20,7 +20,7 @@ from zeroweave.schedule.passes.room import TAX
 class Gpu:
     """One GPU. Bytes, bytes per second, and floating-point operations per second (dense).
 
-    memory: as CUDA says, which is up to 6 % more than the data sheet's. half: of bfloat16 and float16 matmuls, single: of
+    memory: as CUDA says, up to 6 % more than the data sheet's. half: of bfloat16 and float16 matmuls, single: of
     float32 ones. inside: NVLink or PCIe, one direction. between: the network, for each GPU of a node. host: to and from
     host memory, one direction. ranks_per_node: GPUs of a node.
     """
