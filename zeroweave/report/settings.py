@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -60,8 +59,8 @@ VARIABLES: Final[Mapping[str, tuple[int, tuple[str, ...] | None, str]]] = {
 """Variables by name: the fewest GPUs with which they matter, their wrong values in lower case (None: any), and why."""
 
 
-def variables(environ: Mapping[str, str], gpus: int, interfaces: Iterable[str], infiniband: bool) -> Iterator[Check]:
-    """Variables that slow training down or endanger it, and names of network interfaces that do not exist."""
+def variables(environ: Mapping[str, str], gpus: int, infiniband: bool) -> Iterator[Check]:
+    """Variables that slow training down or endanger it. Checks of gloo and of links find wrong network interfaces."""
     given = {name: value.strip().lower() for name, value in environ.items() if value.strip()}
     found = [
         Check(name, "slow", f"{environ[name]}: {means}", f"unset {name}")
@@ -76,22 +75,7 @@ def variables(environ: Mapping[str, str], gpus: int, interfaces: Iterable[str], 
     if gpus > 1 and grows and given.get("NCCL_GRAPH_REGISTER") != "0":
         detail = "CUDA graphs may hang, or end: NCCL registers memory there that may move under it"
         found.append(Check("expandable_segments", "limited", detail, "export NCCL_GRAPH_REGISTER=0"))
-    there = sorted(interfaces)
-    outward = next((name for name in there if name != "lo"), "lo")
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if gpus else ("GLOO_SOCKET_IFNAME",):
-        if absent := _absent(environ.get(name, ""), there, exact=name[0] == "G"):
-            detail = f"no interface of this machine is called {absent}: it has {', '.join(there)}"
-            found.append(Check(name, "failed", detail, f"export {name}={outward}"))
     yield from found or [Check("settings", "ok", "no environment variable slows training down")]
-
-
-def _absent(value: str, there: list[str], exact: bool) -> str:
-    """The interfaces in `value` that do not exist. Gloo takes names; NCCL takes beginnings, "=" names or "^" others."""
-    if not value or value.startswith("^"):
-        return ""
-    exact, names = exact or value.startswith("="), value.removeprefix("=").split(",")
-    missing = [name for name in names if not any(each == name if exact else each.startswith(name) for each in there)]
-    return ", ".join(missing) if exact or len(missing) == len(names) else ""
 
 
 def threads(environ: Mapping[str, str], cores: int, quota: float | None, ranks: int) -> Check:
@@ -105,9 +89,7 @@ def threads(environ: Mapping[str, str], cores: int, quota: float | None, ranks: 
     if usable < ranks:
         detail = f"{usable} cores for {ranks} ranks, each of which keeps one busy"
         return Check("CPU threads", "slow", detail, f"give the job {ranks} cores (docker run --cpus, --cpus-per-task)")
-    if given and not given.isdecimal():
-        return Check("CPU threads", "slow", f"OMP_NUM_THREADS is {given!r}, which is no number", fewer)
-    if (each := int(given) if given else cores // ranks) * ranks > usable:
+    if (each := int(given) if given.isdecimal() else cores // ranks) * ranks > usable:
         return Check("CPU threads", "slow", f"{each * ranks} threads of {ranks} ranks on {usable} cores", fewer)
     return Check("CPU threads", "ok", f"{given or 1} for each rank, {usable} cores")
 
@@ -131,27 +113,21 @@ def libraries(requirements: Iterable[str], installed: Callable[[str], str | None
     tested = []
     for wanted in map(Requirement, requirements):
         version, extra = installed(wanted.name), str(wanted.marker or "")
-        if wanted.name == "torch" or '"test"' in extra or '"lint"' in extra:
-            continue  # torch has its own check
-        cure = f"pip install '{wanted.name}{wanted.specifier}'"
-        if version is None and not extra:
-            yield Check(wanted.name, "failed", "not installed", cure)
-        elif version is not None and not wanted.specifier.contains(version, prereleases=True):
-            state: State = "limited" if extra else "failed"
-            yield Check(wanted.name, state, f"{version} is not the tested {wanted.specifier}", cure)
-        elif version is not None:
+        if '"test"' in extra or '"lint"' in extra or (extra and version is None):
+            continue
+        if version is not None and wanted.specifier.contains(version, prereleases=True):
             tested.append(f"{wanted.name} {version}")
+            continue
+        state: State = "limited" if extra else "failed"
+        detail = "not installed" if version is None else f"{version} is not the tested {wanted.specifier}"
+        yield Check(wanted.name, state, detail, f"pip install '{wanted.name}{wanted.specifier}'")
     yield Check("libraries", "ok", ", ".join(tested))
 
 
 def of_this_machine(gpus: int, cores: int) -> Iterator[Check]:
     """All of the above, here."""
-    try:
-        interfaces = [name for _, name in socket.if_nameindex()]
-    except OSError:
-        interfaces = []
     infiniband = Path("/sys/class/infiniband")
-    yield from variables(os.environ, gpus, interfaces, infiniband.is_dir() and any(infiniband.iterdir()))
+    yield from variables(os.environ, gpus, infiniband.is_dir() and any(infiniband.iterdir()))
     yield threads(os.environ, cores, _quota(), max(1, gpus))
     memory = Path("/dev/shm")
     yield shared_memory(*shutil.disk_usage(memory)[::2]) if memory.is_dir() else shared_memory(0, 0)
