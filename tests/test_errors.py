@@ -39,7 +39,6 @@ UNCODED = {
     ("checkpoint/plain.py", "ValueError"),
     ("checkpoint/reader.py", "OSError"),
     ("checkpoint/writer.py", "_Stopped"),
-    ("integrations/deepspeed_schedules.py", "NotImplementedError"),
     ("ranks/channel.py", "ConnectionError"),
     ("ranks/channel.py", "Forged"),
     ("ranks/control.py", "ConnectionError"),
