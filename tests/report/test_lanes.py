@@ -62,6 +62,6 @@ def test_curves() -> None:
     points = [(0.0, 1.0), (1.0, 2.0), (4.0, 0.0)]
     assert curve(points, 4.0, 2.0, steps=True) == "M0 50H250V0H1000V100"
     assert curve(points, 4.0, 2.0, steps=False) == "M0 50L250 0L1000 100"
-    assert curve([(0.0, 1.0), (1.0, 1.0), (1.0, 2.0), (1.0, 1.0)], 4.0, 2.0, steps=True) == "M0 50H250V0V50"
+    assert curve([(0.0, 1.0), (1.0, 1.0), (1.0, 2.0), (1.0, 1.0)], 4.0, 2.0, steps=True) == "M0 50H250H250V0H250V50"
     assert curve([], 1.0, 1.0, steps=True) == ""
     assert curve([(0.0, 0.0)], 0.0, 0.0, steps=False) == "M0 100"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroweave.report.settings import (
+from zeroweave.report.doctor import (
     ROOM,
     VARIABLES,
     Check,

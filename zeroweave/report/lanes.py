@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 from zeroweave.report.course import Course
@@ -81,15 +82,8 @@ def _events(schedule: Schedule, course: Course) -> Iterator[dict[str, Any]]:
         where = {"pid": process, "tid": 1 + threads.index(lane.name)}
         yield {"ph": "M", "name": "thread_name", "args": {"name": lane.name}, **where}
         for each in lane.slices:
-            times = {"ts": 1e6 * each.start, "dur": 1e6 * each.seconds}
-            yield {
-                "ph": "X",
-                "name": each.what,
-                "cat": each.kind,
-                "args": {"instruction": each.index},
-                **where,
-                **times,
-            }
+            shown = {"name": each.what, "cat": each.kind, "args": {"instruction": each.index}}
+            yield {"ph": "X", "ts": 1e6 * each.start, "dur": 1e6 * each.seconds, **shown, **where}
     for start, nbytes in zip(course.starts, course.memory, strict=bool(course.memory)):
         yield {"ph": "C", "name": "memory", "pid": process, "ts": 1e6 * start, "args": {"bytes": nbytes}}
 
@@ -139,27 +133,8 @@ def curve(points: Sequence[tuple[float, float]], right: float, top: float, steps
 
     steps: a value holds until the next one.
     """
-    if not points:
-        return ""
-    right, top = right or 1.0, top or 1.0
-
-    def x(value: float) -> str:
-        return f"{1000 * value / right:.2f}".rstrip("0").rstrip(".")
-
-    def y(value: float) -> str:
-        return f"{100 - 100 * value / top:.2f}".rstrip("0").rstrip(".")
-
-    (at, value), *others = points
-    last = x(at), y(value)
-    parts = [f"M{last[0]} {last[1]}"]
-    for at, value in others:
-        now = x(at), y(value)
-        if steps:  # only what changes
-            if now[0] != last[0]:
-                parts.append(f"H{now[0]}")
-            if now[1] != last[1]:
-                parts.append(f"V{now[1]}")
-        else:
-            parts.append(f"L{now[0]} {now[1]}")
-        last = now
+    drawn = [(f"{1000 * x / (right or 1.0):.6g}", f"{100 - 100 * y / (top or 1.0):.5g}") for x, y in points]
+    parts = [f"M{x} {y}" for x, y in drawn[:1]]
+    for (_, before), (x, y) in pairwise(drawn):
+        parts.append(f"H{x}" + f"V{y}" * (y != before) if steps else f"L{x} {y}")
     return "".join(parts)
