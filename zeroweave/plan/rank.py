@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -78,13 +78,6 @@ class _Backwards(Observer):
     def backward_ended(self, trained: bool) -> None:
         self._shown.hide()
         self._optimizer.offload.stand()
-
-
-class _Ran(NamedTuple):
-    """A step that is over: its record, and bytes that a forward has left alive, at most."""
-
-    record: tuple[Event, ...]
-    left: int
 
 
 @dataclass(frozen=True)
@@ -220,8 +213,8 @@ class PlannedRank:
         return Program(graph.graph, self._hardware, lower == "inductor", self._clock.spend, self._meter.program)
 
     # ------------------------------------------------------------------ steps
-    def _step(self, schedule: Schedule | None) -> _Ran:
-        """A whole step that follows `schedule`, on demand without one."""
+    def _step(self, schedule: Schedule | None) -> tuple[tuple[Event, ...], int]:
+        """A whole step that follows `schedule`, on demand without one: its record, and what forwards leave at most."""
         runtime, replay, gradients = self._runtime, self._runtime.replay, self._runtime.gradients
         runtime.next_window(schedule)
         steps = self._config.gradient_accumulation_steps
@@ -240,7 +233,7 @@ class PlannedRank:
                 runtime.buckets[bucket].renew()
         self._scaler.next_window()
         runtime.release_kept()
-        return _Ran(record, left)
+        return record, left
 
     def _micro_step(self, ends: bool) -> int:
         """Bytes that the forward has left alive. `ends`: the window does with it."""
@@ -266,7 +259,7 @@ class PlannedRank:
         EngineError, which names the module, if the program asks for values: no tensor has any.
         """
         try:
-            record = self._step(None).record
+            record, _ = self._step(None)
         except value_errors() as error:
             where = innermost(error, self._model)
             raise EngineError(
@@ -283,7 +276,7 @@ class PlannedRank:
         self._clock.restart_peak()
         executor.note_times(timeline)
         self._wire.time(timeline.collectives)
-        left = self._step(first).left
+        _, left = self._step(first)
         self._wire.time(None)
         executor.note_times(None)
         step, offloading = timeline.step(first), self._runtime.activations.offloading
@@ -319,12 +312,10 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def _refuse(config: Config, layouts: Sequence[BucketLayout]) -> None:
     """EngineError for what a plan would leave out."""
-    if config.offload.optimizer == "adaptive":
-        raise EngineError(
-            "[ZW902] a plan knows nothing about offload.optimizer 'adaptive': how many states move follows from a peak "
-            "that is measured on the GPU; plan 'none' and 'all', which it lies between"
-        )
     unknown = {
+        "offload.optimizer 'adaptive', whose share is measured on the GPU ('none' and 'all' are its bounds)": (
+            config.offload.optimizer == "adaptive"
+        ),
         "experts": config.experts.parallel_size > 1,
         "activations": config.activations.free_threshold_bytes is not None,
         "precision.loss_scale or on_nonfinite": checks(config, layouts),

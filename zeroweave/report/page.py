@@ -56,21 +56,11 @@ def page(shown: Courses, title: str, made: datetime) -> str:
         "shown": shown,
         "about": about,
         "kinds": KINDS,
-        "buckets": sections.buckets(shown.schedule, about),
-        "compilation": [(name, sections.PHASES.get(name, ""), took) for name, took in shown.seconds.items()],
+        "sections": sections,
+        "curves": [] if about is None else _curves(about),
     }
     if shown.courses:
         values |= _of_courses(shown)
-    if about is not None:
-        values |= {
-            "traffic": sections.traffic(about.stats),
-            "compiled": sections.compiled(about.stats),
-            "remarks": list(sections.remarks(about)),
-            "memory": sections.memory(about.stats),
-            "settings": sections.settings(about.config),
-            "curves": _curves(about),
-            "parameters": sum(slot.numel for bucket in about.buckets for slot in bucket.slots),
-        }
     return environment.get_template("report.html").render(values)
 
 
@@ -88,7 +78,6 @@ def _of_courses(shown: Courses) -> dict[str, Any]:
         points += [(course.seconds, course.memory[-1])] if points else []  # memory stays to the end of the step
         memory = curve(points, longest, most, steps=True)  # "" where it is not counted
         pictures.append({"course": course, "lanes": lanes(schedule, course), "memory": memory})
-    table, more = sections.exposed(shown)
     return {
         "measured": pictures[: len(measured)],
         "pictures": pictures,
@@ -97,9 +86,6 @@ def _of_courses(shown: Courses) -> dict[str, Any]:
         "shares": [(course.name, course.seconds, shares(schedule, course)) for course in courses],
         "share_names": SHARES,
         "instructions": sections.instructions(shown, courses),
-        "exposed": table,
-        "more_exposed": more,
-        "collectives": sections.collectives(shown),
         "farthest": farthest(first, rest[0]) if rest else None,
     }
 
