@@ -9,8 +9,8 @@ import pytest
 from tests.report.runs import schedule_of
 from tests.schedule.measured import with_costs
 from tests.support.schedules import random_case
-from zeroweave.report.course import predicted
-from zeroweave.report.lanes import NAMES, curve, lanes, shares, ticks
+from zeroweave.report.course import NAMES, lanes, predicted, shares
+from zeroweave.report.page import curve, ticks
 from zeroweave.schedule import Update, compile_schedule
 
 

@@ -34,9 +34,8 @@ from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.parameters.foreign import own_parameters
 from zeroweave.parameters.module_parameters import rest
 from zeroweave.parameters.stub import StubStatus
+from zeroweave.plan.device import Meter, PlannedClock, PlannedCopies, PlannedKernels, PlannedTransport
 from zeroweave.plan.hardware import Hardware
-from zeroweave.plan.meter import Meter, PlannedClock, PlannedKernels
-from zeroweave.plan.transport import PlannedCopies, PlannedTransport
 from zeroweave.plan.work import Program
 from zeroweave.runtime.backward import Observer
 from zeroweave.runtime.runtime import Runtime

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import datetime
+from itertools import pairwise
 from typing import Any, Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from zeroweave.engine.samples import About
 from zeroweave.report import sections
-from zeroweave.report.course import Courses, farthest
-from zeroweave.report.lanes import curve, lanes, shares, ticks
+from zeroweave.report.course import Courses, farthest, lanes, shares
 from zeroweave.report.tables import size
 
 KINDS: Final = {
@@ -105,3 +106,25 @@ def _curves(about: About) -> list[dict[str, Any]]:
         path = curve(shifted, float(last - first), most, steps=False)
         found.append({"name": name, "points": points, "most": most, "path": path, "unit": unit})
     return found
+
+
+def ticks(seconds: float, most: int) -> list[float]:
+    """Round moments of a time axis from 0 to `seconds`, at equal distances: 0 and at most `most` others."""
+    if seconds <= 0.0:
+        return [0.0]
+    rough = seconds / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    distance = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    return [distance * number for number in range(math.floor(seconds / distance * (1 + 1e-9)) + 1)]
+
+
+def curve(points: Sequence[tuple[float, float]], right: float, top: float, steps: bool) -> str:
+    """The path of an SVG, 1000 wide and 100 high, through points from (0, 0) to (right, top).
+
+    steps: a value holds until the next one.
+    """
+    drawn = [(f"{1000 * x / (right or 1.0):.6g}", f"{100 - 100 * y / (top or 1.0):.5g}") for x, y in points]
+    parts = [f"M{x} {y}" for x, y in drawn[:1]]
+    for (_, before), (x, y) in pairwise(drawn):
+        parts.append(f"H{x}" + f"V{y}" * (y != before) if steps else f"L{x} {y}")
+    return "".join(parts)
