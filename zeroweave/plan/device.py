@@ -356,9 +356,5 @@ class PlannedCopies(CopyStream):
     def now(self) -> Any:
         return Passed(self._clock, self._clock.now)
 
-    def wait(self, mark: Any) -> None:
-        if mark is not None:
-            mark.wait()
-
     def finish(self) -> None:
         self._clock.reach(self._lane.now)

@@ -127,7 +127,6 @@ _TAKES: Final = MappingProxyType(
         "inside": "two ranks in each node",
         "launch": "two ranks in each node",
         "hop_inside": "three ranks in each node",
-        "contention": "two GPUs",
         "between": "two nodes",
         "hop_between": "two nodes",
     }
