@@ -12,7 +12,6 @@ from zeroweave.report.doctor import (
     Check,
     _quota,
     libraries,
-    of_this_machine,
     shared_memory,
     threads,
     variables,
@@ -151,10 +150,6 @@ def test_libraries_outside_of_it() -> None:
     for version in ("2.10.1", "2.14.0a0+git123", "3.0"):
         torch = versions(torch=version, pydantic="2.8", rich="9")[0]
         assert (torch.state, torch.cure) == ("failed", "pip install 'torch<2.14,>=2.11'")
-
-
-def test_this_machine_is_looked_at() -> None:
-    assert {"CPU threads", "shared memory", "libraries"} <= {check.name for check in of_this_machine(0, 2)}
 
 
 def test_a_finding_is_a_line_and_what_mends_it_another() -> None:

@@ -78,10 +78,16 @@ VARIABLES: Final[Mapping[str, tuple[int, tuple[str, ...] | None, str]]] = {
 def checks() -> Iterator[Check]:
     """All checks in order. Each runs when it is asked for: those that compile or start ranks take seconds."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     yield Check("Python", "ok", f"{platform.python_version()}, PyTorch {torch.__version__}")
     yield Check("CPU", "ok", f"{cores} cores, {platform.machine()}")
-    yield from of_this_machine(gpus, cores)
+    infiniband = Path("/sys/class/infiniband")
+    yield from variables(os.environ, gpus, infiniband.is_dir() and any(infiniband.iterdir()))
+    yield threads(os.environ, cores, _quota(), max(1, gpus))
+    memory = Path("/dev/shm")
+    yield shared_memory(*shutil.disk_usage(memory)[::2]) if memory.is_dir() else shared_memory(0, 0)
+    if _installed("zeroweave") is not None:  # else it runs from its sources
+        yield from libraries(metadata.requires("zeroweave") or [], _installed)
     if gpus:
         yield from devices()
     else:
@@ -278,20 +284,6 @@ def libraries(requirements: Iterable[str], installed: Callable[[str], str | None
         detail = "not installed" if version is None else f"{version} is not the tested {wanted.specifier}"
         yield Check(wanted.name, state, detail, f"pip install '{wanted.name}{wanted.specifier}'")
     yield Check("libraries", "ok", ", ".join(tested))
-
-
-def of_this_machine(gpus: int, cores: int) -> Iterator[Check]:
-    """All of the above, here."""
-    infiniband = Path("/sys/class/infiniband")
-    yield from variables(os.environ, gpus, infiniband.is_dir() and any(infiniband.iterdir()))
-    yield threads(os.environ, cores, _quota(), max(1, gpus))
-    memory = Path("/dev/shm")
-    yield shared_memory(*shutil.disk_usage(memory)[::2]) if memory.is_dir() else shared_memory(0, 0)
-    try:
-        requirements = metadata.requires("zeroweave") or []
-    except metadata.PackageNotFoundError:  # run from its sources
-        return
-    yield from libraries(requirements, _installed)
 
 
 def _installed(name: str) -> str | None:
