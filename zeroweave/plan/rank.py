@@ -81,27 +81,23 @@ class _Backwards(Observer):
 
 @dataclass(frozen=True)
 class Planned:
-    """A schedule of one rank, and what is expected of it. Bytes, and seconds.
+    """A schedule of one rank, and what is expected of it.
 
-    seconds: of the step, with what collectives take from concurrent computation. memory: the model state, as the
-    tensors have it. activations: what the forward leaves for the backward. host: everything in host memory, at most.
-    peak: everything on the device, at most.
+    seconds: of the step, with what collectives take from concurrent computation. peak: bytes on the device, at most.
     """
 
     schedule: Schedule
     prediction: Prediction
     seconds: float
-    memory: Memory
-    activations: int
-    host: int
     peak: int
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A step that a rank has carried out, under the schedule `first` of its record, and what it took.
+    """A step that a rank has carried out, under the schedule `first` of its record, and what it took. Bytes.
 
-    eager: regions that cannot be compiled, with the reason. Else see `Planned`.
+    memory: the model state, as the tensors have it. activations: what the forward leaves for the backward. host:
+    everything in host memory, at most. eager: regions that cannot be compiled, with the reason.
     """
 
     first: Schedule
@@ -122,8 +118,7 @@ class Measured:
         schedule = settings.schedule(self.first.record, self._facts, costs, self.first)
         expected = simulate(schedule, costs)
         seconds = expected.seconds + self._beside * self._hidden(expected, schedule)
-        peak = costs.resident + expected.peak
-        return Planned(schedule, expected, seconds, self.memory, self.activations, self.host, peak)
+        return Planned(schedule, expected, seconds, costs.resident + expected.peak)
 
     def _hidden(self, expected: Prediction, schedule: Schedule) -> float:
         """Seconds of collectives, without uploads before them, for which no call waits."""
