@@ -156,7 +156,7 @@ class Program:
             same = [each for each in before if not (alone or each.alone) and each.stage == stage]
             own, *others = same or [_Kernel(alone, stage)]
             for other in others:
-                own.nodes += other.nodes
+                own.nodes.extend(other.nodes)
                 kernel |= dict.fromkeys([each for each, its in kernel.items() if its is other], own)
             own.nodes.append(node)
             kernel[node] = own
