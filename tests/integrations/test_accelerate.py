@@ -153,19 +153,17 @@ def test_a_list_of_optimizers_is_one_argument() -> None:
         made().prepare(twin, *others)
 
 
-def test_dummies_are_refused() -> None:
+def test_dummies_and_placements_are_refused() -> None:
     class DummyOptim: ...
 
-    model, _ = parts()
+    accelerator, (model, optimizer) = made(), parts()
     with pytest.raises(zw.UnsupportedError, match="DummyOptim stands for a section of a DeepSpeed config"):
-        made().prepare(model, DummyOptim())
-
-
-def test_a_model_is_sharded_whoever_places_it() -> None:
-    model, _ = made(device_placement=False).prepare(*parts())
-    assert model.engine.device.type == "cpu"
-    model, _ = made().prepare(*parts(), device_placement=[False, True])
-    assert model.engine.device.type == "cpu"
+        accelerator.prepare(model, DummyOptim())
+    with pytest.raises(zw.UnsupportedError, match="device_placement=False for Model"):
+        accelerator.prepare(model, optimizer, device_placement=[False, True])
+    with pytest.raises(zw.UnsupportedError, match="device_placement=False for Model"):
+        made(device_placement=False).prepare(model, optimizer)
+    accelerator.prepare(model, optimizer, device_placement=[True, False])
 
 
 def test_what_the_engine_cannot_do_with_gradients_is_refused() -> None:

@@ -118,7 +118,7 @@ class ZeroweaveAccelerator(Accelerator):
 
         A list of optimizers, or a `WholeMatrices`, is one optimizer, as for `initialize`. A model without an optimizer
         is sharded for evaluation. EngineError for an optimizer without its model, and for a second model that is to be
-        trained. Shards lie on the accelerator's device, whatever `device_placement` says of the model.
+        trained.
         """
         _refuse_dummies(args)
         made: dict[int, Any] = {}
@@ -133,6 +133,7 @@ class ZeroweaveAccelerator(Accelerator):
                     "with one optimizer; use one with several groups, or pass a list of optimizers as one argument; "
                     "join the models in one torch.nn.Module, or make an accelerator for each"
                 )
+            self._refuse_placement(model, args, device_placement)
             engine = initialize(model, optimizer, self._config)
             made[id(model)], made[id(optimizer)] = AcceleratedModel(engine), ZeroweaveOptimizer(engine)
         return super().prepare(*(made.get(id(each), each) for each in args), device_placement=device_placement)
@@ -142,6 +143,7 @@ class ZeroweaveAccelerator(Accelerator):
     ) -> Any:
         """A model for evaluation: sharded, and cast as `mixed_precision` says. Collective."""
         if not _is_prepared(model) and next(model.parameters(), None) is not None:
+            self._refuse_placement(model, [model], None if device_placement is None else [device_placement])
             model = AcceleratedModel(initialize(model, config=self._config))
         return super().prepare_model(model, device_placement, evaluation_mode=True)  # there is nothing to replicate
 
@@ -150,6 +152,14 @@ class ZeroweaveAccelerator(Accelerator):
         if not _is_prepared(optimizer):
             _model_of([optimizer], ())
         return super().prepare_optimizer(optimizer, device_placement)
+
+    def _refuse_placement(self, model: nn.Module, args: Sequence[Any], placement: Sequence[bool | None] | None) -> None:
+        given = dict(zip(map(id, args), placement or (), strict=False)).get(id(model))
+        if not (self.device_placement if given is None else given):
+            raise UnsupportedError(
+                f"device_placement=False for {type(model).__name__}: its shards lie on the accelerator's device; leave "
+                'it out, and see "offload" in zeroweave_config for host memory'
+            )
 
     # ------------------------------------------------------------------ gradients
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
