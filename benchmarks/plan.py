@@ -34,7 +34,7 @@ from zeroweave.config import Config
 from zeroweave.plan.calibrate import measured
 from zeroweave.plan.hardware import GPUS, Calibration, Efficiency, Hardware
 from zeroweave.plan.plan import adamw
-from zeroweave.plan.rank import Planned, PlannedRank
+from zeroweave.plan.rank import Measured, PlannedRank
 
 PEAK, STEP = 0.10, 0.15
 """How far a peak and a calibrated time may be from what was measured."""
@@ -96,24 +96,24 @@ def spec_of(case: str, a: argparse.Namespace) -> Spec:
     return Spec("", model, *sizes, a.steps, a.warm, lower=a.lower, zeroweave=config, gas=a.gas)
 
 
-def planned(spec: Spec, stage: int, world: int, hardware: Hardware) -> Planned:
-    """What an engine would follow by itself."""
+def planned(spec: Spec, stage: int, world: int, hardware: Hardware) -> Measured:
+    """A step of one rank; its `plan()` is what an engine would follow by itself."""
     subject, config = Subject(SHAPES[spec.model]), Config.load(configuration(stage, (), spec.options()))
     tokens = torch.zeros(spec.micro_batch, spec.seq, dtype=torch.long, device="meta")
     model = subject.on_meta(torch.bfloat16)
-    return PlannedRank(model, subject.batch(tokens), adamw, config, world, hardware).measure().plan()
+    return PlannedRank(model, subject.batch(tokens), adamw, config, world, hardware).measure()
 
 
-def row(case: str, stage: int, by_sheet: Planned, calibrated: Planned, found: report.Row) -> Row:
-    state, seen = asdict(by_sheet.memory), found.details["memory"]
+def row(case: str, stage: int, by_sheet: Measured, calibrated: Measured, found: report.Row) -> Row:
+    state, seen, plan = asdict(by_sheet.memory), found.details["memory"], calibrated.plan()
     return Row(
         case=case,
         stage=stage,
         peak=found.steady_gib,
-        planned_peak=calibrated.peak / 2**30,
+        planned_peak=plan.peak / 2**30,
         step=found.step_s,
-        by_sheet=by_sheet.seconds,
-        calibrated=calibrated.seconds,
+        by_sheet=by_sheet.plan().seconds,
+        calibrated=plan.seconds,
         wrong=tuple(name for name in STATE if state[name] != seen[name]),
     )
 

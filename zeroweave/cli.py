@@ -169,7 +169,7 @@ def schedule(
     """
     import json
 
-    from zeroweave.report.lanes import trace as traced
+    from zeroweave.report.course import trace as traced
     from zeroweave.report.sections import schedule_lines
 
     shown = _courses(source, arguments, rank, ranks, steps)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.support.commands import zeroweave
@@ -23,29 +21,12 @@ def test_the_doctor_finds_a_machine_that_trains() -> None:
     assert {"CPU threads", "shared memory", "libraries"} <= names
 
 
-@pytest.mark.parametrize(
-    ("version", "state"),
-    [
-        ("2.10.1", "failed"),
-        ("2.11.0+cu130", "ok"),
-        ("2.13.0+cpu", "ok"),
-        ("2.14.0a0+git123", "failed"),
-        ("3.0", "failed"),
-    ],
-)
-def test_the_range_of_pytorch(version: str, state: str) -> None:
-    check = doctor.pytorch(version)
-    assert check.state == state
-    assert "torch>=2.11,<2.14" in check.cure
-
-
 @pytest.mark.matrix
 def test_a_machine_without_a_compiler_is_limited_and_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     check = doctor.inductor("cpu")
-    assert check.state == "limited"
-    assert "no C++ compiler (/nowhere/g++): install g++" in check.cure
+    assert check.state == "limited" and "rror:" in check.detail
+    assert check.cure.startswith("apt-get install g++")
     assert "aot_eager" in check.cure
 
 
@@ -54,26 +35,6 @@ def test_a_compiler_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     check = doctor.inductor("cpu")
     assert check.state == "limited" and "no result" in check.detail
     assert check.cure.startswith("train with")
-
-
-@pytest.mark.parametrize(
-    ("output", "hint"),
-    [
-        ("x.cpp:1: fatal error: Python.h: No such file", "python3-dev"),
-        ("fatal error: omp.h: No such file", "libgomp"),
-        ("something else", "TORCH_LOGS"),
-    ],
-)
-def test_what_is_missing(output: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{os.path.basename(name)}")
-    assert hint in doctor.missing(output, "cpu")
-
-
-def test_a_machine_without_a_c_compiler_cannot_run_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/bin/g++" if name == "g++" else None)
-    assert doctor.missing("triton failed", "cuda").startswith("no C compiler, which Triton needs: install gcc")
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{name}")
-    assert "no C compiler" not in doctor.missing("triton failed", "cuda")
 
 
 @pytest.mark.parametrize(
@@ -115,6 +76,13 @@ def test_gpus_that_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     assert "GPUs 0-1, 1-0 cannot reach each other's memory" in check.detail
 
 
+def test_a_network_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere7")
+    check = doctor.gloo()
+    assert check.state == "failed" and "nowhere7" in check.detail
+    assert check.cure.startswith("set GLOO_SOCKET_IFNAME")
+
+
 def test_ranks_that_cannot_exchange_data(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(ranks: int) -> None:
         raise RuntimeError(f"{ranks} ranks found no network")
@@ -122,6 +90,7 @@ def test_ranks_that_cannot_exchange_data(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(doctor, "measured_links", fails)
     (check,) = doctor.between_ranks(0)
     assert check.state == "failed" and check.detail.endswith("2 ranks found no network")
+    assert check.cure.startswith("set GLOO_SOCKET_IFNAME")
     (alone,) = doctor.between_ranks(1)
     assert alone.state == "ok"
 

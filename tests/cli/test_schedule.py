@@ -17,7 +17,7 @@ from tests.support.commands import zeroweave
 from tests.support.schedules import stack_facts, stack_with_needs
 from zeroweave import EngineError, Schedule, cli
 from zeroweave.engine.samples import FOLDER, STEPS, Samples
-from zeroweave.report.lanes import NAMES, trace
+from zeroweave.report.course import NAMES, trace
 from zeroweave.schedule import Update, compile_schedule
 
 TRAINS = """

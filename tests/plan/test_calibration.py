@@ -21,7 +21,7 @@ def test_what_was_measured_counts_and_the_rest_stays() -> None:
     assert share == wanted
     told = H200.lines()
     assert told[0].startswith("measured on 2 x NVIDIA H200, 1 host: matmul 7.5e+14/s")
-    assert "between (takes two nodes)" in told[1] and "kernel" not in told[1]
+    assert told[1].startswith("by default: ") and "between" in told[1] and "kernel" not in told[1]
 
 
 def test_another_gpus_figures_are_refused() -> None:

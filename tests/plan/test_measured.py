@@ -20,8 +20,7 @@ ROWS: list[dict[str, Any]] = MEASURED["rows"]
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['case']}-z{row['stage']}")
 def test_peaks_and_times_are_near_what_was_measured(row: dict[str, Any]) -> None:
     known, sheet = Calibration(**MEASURED["calibration"]), GPUS["h200"]
-    plan = planned(
-        spec_of(row["case"], parser().parse_args([])), row["stage"], 2, Hardware(sheet, known.efficiency(sheet))
-    )
+    spec = spec_of(row["case"], parser().parse_args([]))
+    plan = planned(spec, row["stage"], 2, Hardware(sheet, known.efficiency(sheet))).plan()
     assert plan.peak / 2**30 == pytest.approx(row["peak_gib"], rel=PEAK)
     assert plan.seconds == pytest.approx(row["step_s"], rel=STEP)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from zeroweave._torch.fake import without_memory
+from zeroweave.plan.device import Lane, Meter, Passed, PlannedClock, PlannedKernels
 from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
-from zeroweave.plan.meter import Lane, Meter, Passed, PlannedClock, PlannedKernels
 
 HARDWARE = Hardware(GPUS["h200"], Efficiency())
 

@@ -12,9 +12,8 @@ import torch
 from tests.plan.test_hardware import WHOLE
 from zeroweave._torch.fake import without_memory
 from zeroweave.layout import ParameterSpec, build_layout
+from zeroweave.plan.device import Meter, PlannedClock, PlannedCopies, PlannedTransport
 from zeroweave.plan.hardware import GPUS, Hardware
-from zeroweave.plan.meter import Meter, PlannedClock
-from zeroweave.plan.transport import PlannedCopies, PlannedTransport
 from zeroweave.runtime.transfers import Download, Transfers
 
 # A byte of a copy takes a second, one of a collective of two ranks half of one; memory takes none.

@@ -9,8 +9,8 @@ import pytest
 from tests.report.runs import schedule_of
 from tests.schedule.measured import with_costs
 from tests.support.schedules import random_case
-from zeroweave.report.course import predicted
-from zeroweave.report.lanes import NAMES, curve, lanes, shares, ticks
+from zeroweave.report.course import NAMES, lanes, predicted, shares
+from zeroweave.report.page import curve, ticks
 from zeroweave.schedule import Update, compile_schedule
 
 
@@ -62,6 +62,6 @@ def test_curves() -> None:
     points = [(0.0, 1.0), (1.0, 2.0), (4.0, 0.0)]
     assert curve(points, 4.0, 2.0, steps=True) == "M0 50H250V0H1000V100"
     assert curve(points, 4.0, 2.0, steps=False) == "M0 50L250 0L1000 100"
-    assert curve([(0.0, 1.0), (1.0, 1.0), (1.0, 2.0), (1.0, 1.0)], 4.0, 2.0, steps=True) == "M0 50H250V0V50"
+    assert curve([(0.0, 1.0), (1.0, 1.0), (1.0, 2.0), (1.0, 1.0)], 4.0, 2.0, steps=True) == "M0 50H250H250V0H250V50"
     assert curve([], 1.0, 1.0, steps=True) == ""
     assert curve([(0.0, 0.0)], 0.0, 0.0, steps=False) == "M0 100"

@@ -6,8 +6,9 @@ import os
 
 import pytest
 
+from zeroweave.report.doctor import links
 from zeroweave.report.launch import answer_of
-from zeroweave.report.links import FLOORS, Links, links, measured
+from zeroweave.report.links import FLOORS, Links, measured
 
 PAIRS = ["0-1", "0-2", "0-3", "1-2", "1-3", "2-3"]
 

@@ -6,28 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from zeroweave.report.settings import (
+from zeroweave.report.doctor import (
     ROOM,
     VARIABLES,
     Check,
     _quota,
     libraries,
-    of_this_machine,
     shared_memory,
     threads,
     variables,
 )
 
-NAMES = ["lo", "eth0", "eth1"]
-
 
 def of(environ: dict[str, str], gpus: int = 2, infiniband: bool = True) -> list[Check]:
-    return [*variables(environ, gpus, NAMES, infiniband)]
+    return [*variables(environ, gpus, infiniband)]
 
 
 def test_an_environment_without_anything_wrong() -> None:
     fine = {"NCCL_P2P_DISABLE": "0", "NCCL_DEBUG": "WARN", "NCCL_CUMEM_ENABLE": "1", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
-    fine |= {"NCCL_SOCKET_IFNAME": "eth", "GLOO_SOCKET_IFNAME": "eth0,lo", "NCCL_IB_DISABLE": "0", "NCCL_ALGO": ""}
+    fine |= {"NCCL_IB_DISABLE": "0", "NCCL_ALGO": ""}
     for environ in ({}, fine):
         (check,) = of(environ)
         assert (check.name, check.state) == ("settings", "ok")
@@ -86,27 +83,6 @@ def test_segments_that_grow_under_graphs(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "absent"),
-    [
-        ("NCCL_SOCKET_IFNAME", "ib0", "ib0"),
-        ("NCCL_SOCKET_IFNAME", "=eth", "eth"),
-        ("NCCL_SOCKET_IFNAME", "ib0,eth", ""),
-        ("NCCL_SOCKET_IFNAME", "^lo", ""),
-        ("GLOO_SOCKET_IFNAME", "eth", "eth"),
-        ("GLOO_SOCKET_IFNAME", "lo,ib0", "ib0"),
-        ("GLOO_SOCKET_IFNAME", "eth1", ""),
-    ],
-)
-def test_a_network_interface_that_is_not_there(name: str, value: str, absent: str) -> None:
-    (check,) = of({name: value})
-    if absent:
-        assert (check.name, check.state, check.cure) == (name, "failed", f"export {name}=eth0")
-        assert f"is called {absent}: " in check.detail
-    else:
-        assert check.state == "ok"
-
-
-@pytest.mark.parametrize(
     ("environ", "cores", "quota", "ranks", "says", "cure"),
     [
         ({}, 8, None, 2, "", ""),
@@ -114,7 +90,6 @@ def test_a_network_interface_that_is_not_there(name: str, value: str, absent: st
         ({"OMP_NUM_THREADS": "1"}, 8, 2.0, 2, "", ""),
         ({"OMP_NUM_THREADS": "8"}, 8, None, 4, "32 threads of 4 ranks on 8 cores", "export OMP_NUM_THREADS=2"),
         ({"OMP_NUM_THREADS": "2"}, 8, 1.5, 1, "2 threads of 1 ranks on 1 cores", "export OMP_NUM_THREADS=1"),
-        ({"OMP_NUM_THREADS": "all"}, 8, None, 4, "'all', which is no number", "export OMP_NUM_THREADS=2"),
         ({}, 64, 4.0, 1, "64 threads of 1 ranks on 4 cores", "export OMP_NUM_THREADS=4"),
         ({}, 4, None, 8, "4 cores for 8 ranks", "give the job 8 cores"),
     ],
@@ -161,21 +136,20 @@ def versions(**installed: str) -> list[Check]:
 
 
 def test_libraries_inside_the_tested_range() -> None:
-    (check,) = versions(torch="1.0", pydantic="2.14.3", rich="9", pytest="7.0")
-    assert (check.state, check.detail) == ("ok", "pydantic 2.14.3, rich 9")
+    (check,) = versions(torch="2.13.0+cpu", pydantic="2.14.3", rich="9", pytest="7.0")
+    assert (check.state, check.detail) == ("ok", "torch 2.13.0+cpu, pydantic 2.14.3, rich 9")
     assert "transformers 4.57.1" in versions(pydantic="2.8", rich="9", transformers="4.57.1")[-1].detail
 
 
 def test_libraries_outside_of_it() -> None:
-    old, absent, optional, _ = versions(pydantic="2.7.9", transformers="5.0.1")
+    old, absent, optional, _ = versions(torch="2.11.0+cu130", pydantic="2.7.9", transformers="5.0.1")
     assert (old.name, old.state, old.cure) == ("pydantic", "failed", "pip install 'pydantic>=2.8'")
     assert old.detail == "2.7.9 is not the tested >=2.8"
     assert (absent.name, absent.state, absent.cure) == ("rich", "failed", "pip install 'rich'")
     assert (optional.state, optional.cure) == ("limited", "pip install 'transformers==4.57.1'")
-
-
-def test_this_machine_is_looked_at() -> None:
-    assert {"CPU threads", "shared memory", "libraries"} <= {check.name for check in of_this_machine(0, 2)}
+    for version in ("2.10.1", "2.14.0a0+git123", "3.0"):
+        torch = versions(torch=version, pydantic="2.8", rich="9")[0]
+        assert (torch.state, torch.cure) == ("failed", "pip install 'torch<2.14,>=2.11'")
 
 
 def test_a_finding_is_a_line_and_what_mends_it_another() -> None:

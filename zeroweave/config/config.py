@@ -7,8 +7,13 @@ stage and `true` is not a number.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -16,7 +21,6 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from zeroweave.config import sections
 from zeroweave.config.deepspeed import translate
 from zeroweave.config.deepspeed_keys import OUTERMOST
-from zeroweave.config.files import opened
 from zeroweave.config.messages import explain
 from zeroweave.errors import ConfigError, UnsupportedStage
 from zeroweave.notices import warn
@@ -191,3 +195,43 @@ class RuntimeConfig(_Explained, sections.DebugConfig):
         if isinstance(source, Mapping):
             return cls(**source)
         return cls(**{name: getattr(source, name) for name in cls.model_fields if hasattr(source, name)})
+
+
+# ---------------------------------------------------------------------- files
+@contextmanager
+def opened(source: Mapping[Any, Any] | str | os.PathLike[str]) -> Iterator[Mapping[Any, Any]]:
+    """The table of keys that `source` is, or that it names. A ConfigError inside gets the file's name in front."""
+    if isinstance(source, Mapping):
+        yield source
+        return
+    path = Path(source)
+    try:
+        yield _read(path)
+    except ConfigError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """The table of keys in a .json or .toml file. ConfigError where it cannot be read, or holds none."""
+    kind = path.suffix.lower()
+    if kind not in (".json", ".toml"):
+        raise ConfigError("[ZW104] the config file must end in .json or .toml")
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if kind == ".toml" else json.loads(text, object_pairs_hook=_once)
+    except OSError as error:
+        raise ConfigError(f"[ZW104] the config file cannot be read: {error.strerror}") from None
+    except ValueError as error:  # malformed JSON, TOML or UTF-8
+        raise ConfigError(f"[ZW104] the config file is not valid {kind[1:].upper()}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"[ZW104] the config file must hold a table of keys, not a {type(values).__name__}")
+    return values
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of JSON. Python's parser takes the last of two equal keys silently; TOML's refuses them."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        raise ValueError(f"[ZW104] more than one {' and '.join(map(repr, twice))} in one table: keep one")
+    return table

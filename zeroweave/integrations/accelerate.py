@@ -39,27 +39,15 @@ from zeroweave.optim.several import given, is_optimizer
 
 StrPath = str | os.PathLike[str]
 
-_DEEPSPEED = "the engine shards instead: zeroweave.Config.from_deepspeed(its JSON) is its config"
-_FSDP = 'the engine shards instead: FULL_SHARD is {"stage": 3} in its config, SHARD_GRAD_OP {"stage": 2}'
-_MEGATRON = "the engine trains the model as it is: leave it out"
 _MESH = "tensor, context and sequence parallelism are not there: leave it out"
-_COMPILED = 'the engine compiles by itself: leave it out, and see "compile" in its config'
-
-_ARGUMENTS: Final = {
-    "deepspeed_plugin": _DEEPSPEED,
-    "deepspeed_plugins": _DEEPSPEED,
-    "fsdp_plugin": _FSDP,
-    "megatron_lm_plugin": _MEGATRON,
-    "torch_tp_plugin": _MESH,
+_SHARDING: Final = {
+    "deepspeed": "the engine shards instead: zeroweave.Config.from_deepspeed(its JSON) is its config",
+    "fsdp": 'the engine shards instead: FULL_SHARD is {"stage": 3} in its config, SHARD_GRAD_OP {"stage": 2}',
+    "megatron_lm": "the engine trains the model as it is: leave it out",
+    "torch_tp": _MESH,
     "parallelism_config": _MESH,
 }
-_VARIABLES: Final = {
-    "ACCELERATE_USE_DEEPSPEED": _DEEPSPEED,
-    "ACCELERATE_USE_FSDP": _FSDP,
-    "ACCELERATE_USE_MEGATRON_LM": _MEGATRON,
-    "ACCELERATE_USE_PARALLELISM_CONFIG": _MESH,
-}
-"""What `accelerate launch` sets, by the file of `accelerate config` or by its own options."""
+"""What shards in Accelerate, by the names in its arguments and in the variables that `accelerate launch` sets."""
 _TYPES: Final = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 _AUTOCASTS: Final = {"bf16": "bfloat16", "fp16": "float16"}
 """What `mixed_precision` is for an engine."""
@@ -339,8 +327,11 @@ def _refuse_dummies(args: Iterable[Any]) -> None:
 def _refuse_before(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """UnsupportedError for arguments of `Accelerator`, and variables, that would have it shard or wrap models."""
     given = inspect.signature(Accelerator).bind_partial(*args, **kwargs).arguments
-    found = [f"{name}: {why}" for name, why in _ARGUMENTS.items() if given.get(name) is not None]
-    found += [f"{name}: {why}" for name, why in _VARIABLES.items() if os.environ.get(name, "").lower() == "true"]
+    found = []
+    for kind, why in _SHARDING.items():
+        found += [f"{n}: {why}" for n in (f"{kind}_plugin", f"{kind}_plugins", kind) if given.get(n) is not None]
+        if os.environ.get(variable := f"ACCELERATE_USE_{kind.upper()}", "").lower() == "true":
+            found.append(f"{variable}: {why}")
     _refuse(found)
 
 
@@ -350,7 +341,7 @@ def _refuse_made(made: Accelerator) -> None:
     if made.distributed_type not in _TYPES:
         found.append(f"distributed_type {made.distributed_type.value}: zeroweave trains on CPUs and NVIDIA GPUs")
     if made.state.dynamo_plugin.backend != DynamoBackend.NO:
-        found.append(f"dynamo_backend: {_COMPILED}")
+        found.append('dynamo_backend: the engine compiles by itself: leave it out, and see "compile" in its config')
     if made.fp8_enabled:
         found.append('mixed_precision="fp8": use "bf16"')
     if made.autocast_handler is not None:

@@ -1,25 +1,30 @@
-"""A whole DeepSpeed configuration: zeroweave's config, and the optimizer and the scheduler that it describes."""
+"""A whole DeepSpeed configuration: zeroweave's config, and the optimizer and the scheduler that it describes.
+
+DeepSpeed's learning-rate schedules become a `LambdaLR` that gives every optimizer step the same rate as DeepSpeed does.
+"""
 
 from __future__ import annotations
 
 import inspect
+import math
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, get_type_hints
+from typing import Annotated, Any, Final, Literal
 
 import torch
-from pydantic import ConfigDict, ValidationError, create_model
+from pydantic import Field, ValidationError
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from zeroweave.config import Config
+from zeroweave.config.config import opened
 from zeroweave.config.deepspeed import fill, left, refuse
-from zeroweave.config.files import opened
 from zeroweave.config.messages import findings
+from zeroweave.config.sections import Section
 from zeroweave.errors import ConfigError
-from zeroweave.integrations.deepspeed_schedules import SCHEDULES, follow
 from zeroweave.optim.lion import Lion
 
 _MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -122,15 +127,15 @@ def _scheduler(built: Mapping[str, Any], problems: list[str]) -> _MakeScheduler 
     if (section := _section("scheduler", built, ("type", "params"), problems)) is None:
         return None
     name, params = section
-    if name in SCHEDULES:
+    if name in _SCHEDULES:
         try:
-            return partial(follow, SCHEDULES[name](**params))
+            return partial(_follow, _SCHEDULES[name](**params))
         except ValidationError as error:
-            problems += findings(error, SCHEDULES[name], "scheduler.params")
+            problems += findings(error, _SCHEDULES[name], "scheduler.params")
             return None
     kind = _class(torch.optim.lr_scheduler, name, LRScheduler)
     if kind is None:
-        problems.append(f"scheduler.type is {name!r}: none of {', '.join(SCHEDULES)} or of torch.optim.lr_scheduler")
+        problems.append(f"scheduler.type is {name!r}: none of {', '.join(_SCHEDULES)} or of torch.optim.lr_scheduler")
         return None
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
     return _tried(kind, params, optimizer, "scheduler.params", problems)
@@ -164,29 +169,123 @@ def _class(module: Any, name: str, base: type) -> Any:
 
 
 def _tried(kind: Callable[..., Any], params: Mapping[str, Any], of: Any, where: str, problems: list[str]) -> Any:
-    """What makes an object of this class with these parameters, once it has made one `of` something small.
-
-    pydantic compares the parameters with the annotations of the class first, because its errors name them.
-    """
-    try:
-        hints = get_type_hints(kind.__init__)
-    except NameError:  # an annotation that only type checkers can read
-        hints = {}
-    _, *known = inspect.signature(kind).parameters.values()
-    fields: dict[str, Any] = {
-        each.name: (hints.get(each.name, Any), ... if each.default is each.empty else each.default) for each in known
-    }
+    """What makes an object of this class with these parameters, once it has made one `of` something small."""
     made = partial(kind, **params)
-    model = create_model(
-        kind.__name__, __config__=ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True), **fields
-    )
     try:
-        model(**params)
         made(of)
-    except ValidationError as error:
-        problems += findings(error, model, where)
-        return None
     except Exception as error:  # any error of a class of torch about its arguments
-        problems.append(f"{where}: {error}")
+        problems.append(f"{where} is {dict(params)!r}: {error}")
         return None
     return made
+
+
+# ---------------------------------------------------------------------- DeepSpeed's learning-rate schedules
+_Positive = Annotated[float, Field(gt=0)]
+_Share = Annotated[float, Field(ge=0)]
+_Steps = Annotated[int, Field(ge=1)]
+
+
+class _Schedule(Section):
+    """The parameters of a schedule. `own`: the learning rate that the optimizer was made with."""
+
+    def peak(self, own: float) -> float:
+        """The rate of which `share` returns multiples."""
+        return own
+
+    @abstractmethod
+    def share(self, step: int, own: float) -> float:
+        """The multiple for the optimizer step that follows on `step` others."""
+
+
+class _Warmup(_Schedule):
+    """A warm-up begins one step late, as in DeepSpeed: the second step has the rate of the first."""
+
+    warmup_num_steps: _Steps = 1000
+    warmup_type: Literal["log", "linear"] = "log"
+
+    @property
+    def steps(self) -> int:
+        return max(2, self.warmup_num_steps)
+
+    def risen(self, step: int) -> float | None:
+        """From 0 to 1; None after the warm-up."""
+        if step > self.steps:
+            return None
+        done = max(0, step - 1)
+        return math.log(done + 1) / math.log(self.steps) if self.warmup_type == "log" else done / self.steps
+
+
+class _WarmupLR(_Warmup):
+    warmup_min_lr: _Share = 0.0
+    warmup_max_lr: _Positive | None = None
+
+    def peak(self, own: float) -> float:
+        return own if self.warmup_max_lr is None else self.warmup_max_lr
+
+    def share(self, step: int, own: float) -> float:
+        risen = self.risen(step)
+        least = self.warmup_min_lr / self.peak(own)
+        return least + (1 - least) * (self.fallen(step - 1) if risen is None else risen)
+
+    def fallen(self, done: int) -> float:
+        return 1.0
+
+
+class _WarmupDecayLR(_WarmupLR):
+    total_num_steps: _Steps
+    warmup_max_lr: _Positive | None = 0.001
+
+    def fallen(self, done: int) -> float:
+        return max(0.0, (self.total_num_steps - done) / max(1, self.total_num_steps - self.steps))
+
+
+class _WarmupCosineLR(_Warmup):
+    total_num_steps: _Steps
+    warmup_min_ratio: _Share = 0.0
+    cos_min_ratio: _Share = 0.0001
+
+    def share(self, step: int, own: float) -> float:
+        if step == 0:
+            return 0.0
+        if (risen := self.risen(step)) is not None:
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * risen
+        done = min(1.0, (step - self.steps) / max(1, self.total_num_steps - self.steps))
+        return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2
+
+
+class _LRRangeTest(_Schedule):
+    lr_range_test_min_lr: _Positive = 1e-3
+    lr_range_test_step_size: _Steps = 2000
+    lr_range_test_step_rate: float = 1.0
+    lr_range_test_staircase: bool = False
+
+    def peak(self, own: float) -> float:
+        return self.lr_range_test_min_lr
+
+    def share(self, step: int, own: float) -> float:
+        intervals = step / self.lr_range_test_step_size
+        return 1 + self.lr_range_test_step_rate * (math.floor(intervals) if self.lr_range_test_staircase else intervals)
+
+
+_SCHEDULES: Final[Mapping[str, type[_Schedule]]] = {
+    "WarmupLR": _WarmupLR,
+    "WarmupDecayLR": _WarmupDecayLR,
+    "WarmupCosineLR": _WarmupCosineLR,
+    "LRRangeTest": _LRRangeTest,
+}
+"""By the names that DeepSpeed has for them."""
+
+
+def _follow(schedule: _Schedule, optimizer: torch.optim.Optimizer) -> LambdaLR:
+    """Set each group's rate to the peak of its schedule, which LambdaLR multiplies by the shares."""
+    factors: list[Callable[[int], float]] = []
+    for group in optimizer.param_groups:
+        own = float(group["lr"])
+        peak = schedule.peak(own)
+        factors.append(lambda step, own=own: schedule.share(step, own))  # type: ignore[misc]
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(peak)
+        else:
+            group["lr"] = peak
+        group.pop("initial_lr", None)  # an earlier scheduler's, from which LambdaLR would continue
+    return LambdaLR(optimizer, factors)

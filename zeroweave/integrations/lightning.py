@@ -184,26 +184,17 @@ class ZeroweaveStrategy(DDPStrategy):
 
     def on_predict_start(self) -> None:
         super().on_predict_start()
-        mine = torch.tensor(self._predicted, device=self.root_device)
+        mine = torch.tensor(float(sum(self.lightning_module.trainer.predict_loop.max_batches)), device=self.root_device)
         self._longest = float(self.reduce(mine, reduce_op="max"))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """At stage 3 all ranks take part in each forward: one that has fewer batches runs its last one again."""
-        output = super().predict_step(*args, **kwargs)
-        mine = self._predicted
-        if self.engine.config.stage == 3 and self._loop.batch_progress.current.ready == mine:
+        output, loop = super().predict_step(*args, **kwargs), self.lightning_module.trainer.predict_loop
+        mine = sum(loop.max_batches)
+        if self.engine.config.stage == 3 and loop.batch_progress.current.ready == mine:
             for _ in range(int(self._longest - mine)):
                 super().predict_step(*args, **kwargs)
         return output
-
-    @property
-    def _loop(self) -> Any:
-        return self.lightning_module.trainer.predict_loop
-
-    @property
-    def _predicted(self) -> float:
-        """How many batches this rank is to predict."""
-        return float(sum(self._loop.max_batches))
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -123,7 +123,7 @@ class ZeroweaveFabricStrategy(DDPStrategy):
 
         float32, 0-dim, on the strategy's device. NonFiniteError for a norm that is not finite, if asked for.
         """
-        norm = clip(_engine_of(module), None, max_norm, norm_type)
+        norm = clip(_set_up(module).engine, None, max_norm, norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise NonFiniteError(
                 f"the norm of the gradients is {float(norm)}: call fabric.strategy.engine.zero_grad() to go on without "
@@ -204,17 +204,13 @@ class _Sync:
     """What `fabric.no_backward_sync` enters."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        if not enabled:
-            return nullcontext()
-        _engine_of(module)
-        assert isinstance(module, ZeroweaveModel)
-        return module.no_sync()
+        return _set_up(module).no_sync() if enabled else nullcontext()
 
 
-def _engine_of(module: nn.Module) -> Engine:
+def _set_up(module: nn.Module) -> ZeroweaveModel:
     if not isinstance(module, ZeroweaveModel):
         raise EngineError(f"[ZW802] {type(module).__name__} is not set up: call fabric.setup(model, optimizer) first")
-    return module.engine
+    return module
 
 
 def _split(state: Mapping[str, Any]) -> tuple[ZeroweaveModel, dict[str, Any]]:

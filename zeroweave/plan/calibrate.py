@@ -20,7 +20,6 @@ import torch.nn.functional as F
 
 from zeroweave._torch.distributed import all_gather
 from zeroweave.comm.clock import clock_of
-from zeroweave.comm.pending import on_side, side_of
 from zeroweave.comm.process_group import device_of
 from zeroweave.plan.hardware import Calibration, Efficiency
 from zeroweave.ranks.start import start_process_group
@@ -60,21 +59,21 @@ class Ranks:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.sizes = device, _SIZES[device.type]
-        self._clock, self._side = clock_of(device), side_of(device)
+        self._clock = clock_of(device)
         self.world, self._rank = dist.get_world_size(), dist.get_rank()
         told = [""] * self.world
         dist.all_gather_object(told, socket.gethostname())
         self.hosts = [[rank for rank in range(self.world) if told[rank] == host] for host in dict.fromkeys(told)]
         """the ranks of each"""
 
-    def timed(self, work: Callable[[], object], rounds: int = 0, lead: Callable[[], object] | None = None) -> float:
-        """Seconds of `work`: the median of some runs, each of `rounds` calls in a row. `lead` comes before them."""
+    def timed(self, work: Callable[[], object], rounds: int = 0) -> float:
+        """Seconds of `work`: the median of some runs, each of `rounds` calls in a row."""
         clock, rounds = self._clock, rounds or self.sizes.rounds
         found, told = list[float](), [0.0] * self.world
         for _ in range(6):  # the first one warms up
             dist.barrier()
             clock.hold(self.sizes.hold)
-            (lead or work)()
+            work()
             begin = clock.mark()
             for _ in range(rounds):
                 work()
@@ -88,22 +87,18 @@ class Ranks:
         """Zeros would take less power, and so less time."""
         return torch.randn(*shape, device=self.device, dtype=torch.bfloat16)
 
-    def matmul(self) -> Callable[[], object]:
-        """The three products of a linear layer and its backward: their operands differ in layout, and so do rates."""
-        rows, inner, columns = self.sizes.matmul
+    def alone(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Rates and seconds of `Calibration`."""
+        (rows, inner, columns), (heads, tokens, width) = self.sizes.matmul, self.sizes.attention
         x, weight, y = self._random(rows, inner), self._random(columns, inner), self._random(rows, columns)
         to_x, to_weight, to_y = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(y)
 
-        def products() -> None:
+        def matmul() -> None:
+            """The products of a linear layer and its backward: their operands differ in layout, and so do rates."""
             torch.mm(x, weight.t(), out=to_y)
             torch.mm(y, weight, out=to_x)
             torch.mm(y.t(), x, out=to_weight)
 
-        return products
-
-    def alone(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Rates and seconds of `Calibration`."""
-        (rows, inner, columns), (heads, tokens, width) = self.sizes.matmul, self.sizes.attention
         q, k, v, back = (self._random(1, heads, tokens, width).requires_grad_() for _ in range(4))
 
         def attention() -> None:
@@ -111,7 +106,6 @@ class Ranks:
 
         source = torch.ones(self.sizes.copy, dtype=torch.uint8, device=self.device)
         target = source.clone()
-        matmul = self.matmul()
         self.timed(matmul, rounds=20 * self.sizes.rounds)  # until clocks and power are those of a step
         rates = {
             "matmul": 3 * 2 * rows * inner * columns / self.timed(matmul),
@@ -141,21 +135,6 @@ class Ranks:
         beta = max(1e-15, (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))
         return Line(max(0.0, median(t - beta * n for t, n in zip(seconds, sizes, strict=True))), beta)
 
-    def contention(self) -> float:
-        """Seconds by which matmuls are longer for each second of concurrent gathers."""
-        matmul, gathers = self.matmul(), 4
-        gather = self.gather(self.sizes.gathers[-1], dist.new_group())
-        sent = gathers * self.timed(gather)
-        count = 2 + int(3 * sent / self.timed(matmul))
-
-        def lead() -> None:
-            matmul()
-            with on_side(self._side):
-                for _ in range(gathers):
-                    gather()
-
-        return max(0.0, count * (self.timed(matmul, count, lead) - self.timed(matmul, count)) / sent)
-
 
 def measure(device: torch.device) -> Calibration:
     """On the ranks of the default group. Collective; all of them get it."""
@@ -173,8 +152,6 @@ def measure(device: torch.device) -> Calibration:
         rates["between"] = (world - 1) / world / line.beta / local
         inside = seconds.get("launch", known.launch) + (world - nodes) * seconds.get("hop_inside", known.hop_inside)
         seconds["hop_between"] = max(0.0, (line.alpha - inside) / (nodes - 1))
-    if device.type == "cuda" and world > 1:
-        seconds["contention"] = min(0.99, ranks.contention())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return Calibration(name, world, nodes, rates, seconds)
 

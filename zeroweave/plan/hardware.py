@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final
@@ -121,21 +121,6 @@ class Hardware:
         return Line(alpha, (world - 1) / world / pace)
 
 
-_TAKES: Final = MappingProxyType(
-    {
-        "host": "a GPU",
-        "kernel": "a GPU",
-        "inside": "two ranks in each node",
-        "launch": "two ranks in each node",
-        "hop_inside": "three ranks in each node",
-        "contention": "two GPUs",
-        "between": "two nodes",
-        "hop_between": "two nodes",
-    }
-)
-"""What it takes to measure each."""
-
-
 _RateName = Annotated[str, Field(pattern="^(matmul|attention|memory|inside|between|host)$")]
 _SecondsName = Annotated[str, Field(pattern="^(contention|kernel|launch|hop_inside|hop_between)$")]
 
@@ -186,7 +171,7 @@ class Calibration:
         values += [f"{name} {seconds:.3g} s" for name, seconds in self.seconds.items()]
         where = f"{self.ranks} x {self.device}, {self.hosts} host{'s' * (self.hosts > 1)}"
         found = [f"measured on {where}: {', '.join(values)}"]
-        missing = [f"{name} (takes {_TAKES[name]})" for name in _TAKES if name not in {*self.rates, *self.seconds}]
+        missing = [each.name for each in fields(Efficiency) if each.name not in {*self.rates, *self.seconds}]
         return found + ([f"by default: {', '.join(missing)}"] if missing else [])
 
     def save(self, path: Path) -> None:

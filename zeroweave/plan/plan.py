@@ -17,19 +17,8 @@ from zeroweave.schedule import flats_of
 
 _GIB: Final = 2**30
 _MIB: Final = 2**20
-_HEAD: Final = (
-    "schedule",
-    "ranks",
-    "parameters",
-    "optimizer",
-    "gradients",
-    "activations",
-    "flats",
-    "peak",
-    "host",
-    "step s",
-    "exposed s",
-)
+_MEMORY: Final = "parameters", "optimizer", "gradients", "activations", "flats", "peak", "host"
+"""The columns of bytes, as `Row` has them."""
 ROOM: Final = 0.9
 """The share of a GPU's memory that a plan may fill: the rest is for the driver, libraries and fragmentation."""
 
@@ -115,7 +104,10 @@ def make(
                 tell(f"planning stage {stage} on {world} {'rank' if world == 1 else 'ranks'}{groups}")
                 found = PlannedRank(*source(), adamw, config, world, hardware).measure(room)
                 eager |= found.eager
-                rows += [_row(stage, world, size, name, plan, room) for name, plan in _schedules(found, stage, room)]
+                rows += [
+                    _row(stage, world, size, name, found, found.plan(**changes), room)
+                    for name, changes in _schedules(stage, room).items()
+                ]
     return Plans(tuple(rows), tuple(advise([r for r in rows if r.world == w], w, room) for w in worlds), eager, room)
 
 
@@ -124,15 +116,16 @@ def adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, fused=True)
 
 
-def _schedules(rank: Measured, stage: int, room: int) -> Iterator[tuple[str, Planned]]:
-    yield "prefetch 1", rank.plan(prefetch=1, keep="none")
-    yield "auto", rank.plan()
-    if stage == 3:
-        yield "keep auto", rank.plan(keep="auto", memory_budget=room)
+def _schedules(stage: int, room: int) -> dict[str, dict[str, Any]]:
+    """What is planned at a stage, by the names of rows: settings of `compile`."""
+    found: dict[str, dict[str, Any]] = {"prefetch 1": {"prefetch": 1, "keep": "none"}, "auto": {}}
+    return found | ({"keep auto": {"memory_budget": room}} if stage == 3 else {})
 
 
-def _row(stage: int, world: int, group_size: int | None, schedule: str, plan: Planned, room: int) -> Row:
-    memory = plan.memory
+def _row(
+    stage: int, world: int, group_size: int | None, schedule: str, found: Measured, plan: Planned, room: int
+) -> Row:
+    memory = found.memory
     return Row(
         stage=stage,
         world=world,
@@ -143,10 +136,10 @@ def _row(stage: int, world: int, group_size: int | None, schedule: str, plan: Pl
         optimizer=memory.optimizer - memory.host_optimizer,
         gradients=memory.gradients + memory.local_sums,
         flats=max(flats_of(plan.schedule), default=0),
-        activations=plan.activations,
+        activations=found.activations,
         peak=plan.peak,
         fits=plan.peak <= room,
-        host=plan.host,
+        host=found.host,
         group_size=group_size,
     )
 
@@ -178,12 +171,7 @@ def advise(rows: Iterable[Row], world: int, room: int) -> Advice:
 
 def config_of(row: Row, settings: Mapping[str, Any], room: int) -> dict[str, Any]:
     """The config with which an engine trains as `row` says; what is a default is left out, but for the stage."""
-    schedules: dict[str, dict[str, Any]] = {
-        "prefetch 1": {"prefetch": 1, "keep": "none"},
-        "auto": {},
-        "keep auto": {"memory_budget": room},
-    }
-    compiled = {**settings.get("compile", {}), **schedules[row.schedule]}
+    compiled = {**settings.get("compile", {}), **_schedules(row.stage, room)[row.schedule]}
     sharding = _sharding(settings, row.group_size)
     config = Config.load({**settings, "stage": row.stage, "compile": compiled, "sharding": sharding})
     return {"stage": row.stage, **config.model_dump(mode="json", exclude_defaults=True)}
@@ -196,22 +184,17 @@ def _sharding(settings: Mapping[str, Any], group_size: int | None) -> dict[str, 
 def lines(plans: Plans) -> Iterator[str]:
     """A table, with its unit of memory, and what to take. Host memory is a column where something is in it."""
     unit, name = (_GIB, "GiB") if max(row.peak for row in plans.rows) >= _GIB else (_MIB, "MiB")
-    cells = [_HEAD, *(_cells(row, unit) for row in plans.rows)]
-    if not any(row.host for row in plans.rows):
-        at = _HEAD.index("host")
-        cells = [(*row[:at], *row[at + 1 :]) for row in cells]
+    memory = [column for column in _MEMORY if column != "host" or any(row.host for row in plans.rows)]
+    cells = []
+    for row in plans.rows:
+        sizes = [f"{getattr(row, column) / unit:.2f}" for column in memory]
+        sizes[memory.index("peak")] += "" if row.fits else " !"
+        cells.append((row.name, row.world, *sizes, f"{row.seconds:.4f}", f"{row.exposed:.4f}"))
     yield f"memory of each rank in {name}"
-    yield from tables(cells[0], cells[1:], keep=2)
+    yield from tables(("schedule", "ranks", *memory, "step s", "exposed s"), cells, keep=2)
     yield ""
     for advice in plans.advice:
         what = f"take {advice.take.name}" if advice.take is not None else "nothing fits"
         yield f"{advice.world} ranks: {what}: {advice.reason}"
     for module, reason in plans.eager.items():
         yield f"{module or 'the model'} runs eagerly: {reason}"
-
-
-def _cells(row: Row, unit: int) -> tuple[str, ...]:
-    sizes = (row.parameters, row.optimizer, row.gradients, row.activations, row.flats)
-    peak = f"{row.peak / unit:.2f}{'' if row.fits else ' !'}"
-    host, times = f"{row.host / unit:.2f}", (f"{row.seconds:.4f}", f"{row.exposed:.4f}")
-    return row.name, str(row.world), *(f"{s / unit:.2f}" for s in sizes), peak, host, *times

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -34,9 +34,8 @@ from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.parameters.foreign import own_parameters
 from zeroweave.parameters.module_parameters import rest
 from zeroweave.parameters.stub import StubStatus
+from zeroweave.plan.device import Meter, PlannedClock, PlannedCopies, PlannedKernels, PlannedTransport
 from zeroweave.plan.hardware import Hardware
-from zeroweave.plan.meter import Meter, PlannedClock, PlannedKernels
-from zeroweave.plan.transport import PlannedCopies, PlannedTransport
 from zeroweave.plan.work import Program
 from zeroweave.runtime.backward import Observer
 from zeroweave.runtime.runtime import Runtime
@@ -80,36 +79,25 @@ class _Backwards(Observer):
         self._optimizer.offload.stand()
 
 
-class _Ran(NamedTuple):
-    """A step that is over: its record, and bytes that a forward has left alive, at most."""
-
-    record: tuple[Event, ...]
-    left: int
-
-
 @dataclass(frozen=True)
 class Planned:
-    """A schedule of one rank, and what is expected of it. Bytes, and seconds.
+    """A schedule of one rank, and what is expected of it.
 
-    seconds: of the step, with what collectives take from concurrent computation. memory: the model state, as the
-    tensors have it. activations: what the forward leaves for the backward. host: everything in host memory, at most.
-    peak: everything on the device, at most.
+    seconds: of the step, with what collectives take from concurrent computation. peak: bytes on the device, at most.
     """
 
     schedule: Schedule
     prediction: Prediction
     seconds: float
-    memory: Memory
-    activations: int
-    host: int
     peak: int
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A step that a rank has carried out, under the schedule `first` of its record, and what it took.
+    """A step that a rank has carried out, under the schedule `first` of its record, and what it took. Bytes.
 
-    eager: regions that cannot be compiled, with the reason. Else see `Planned`.
+    memory: the model state, as the tensors have it. activations: what the forward leaves for the backward. host:
+    everything in host memory, at most. eager: regions that cannot be compiled, with the reason.
     """
 
     first: Schedule
@@ -130,8 +118,7 @@ class Measured:
         schedule = settings.schedule(self.first.record, self._facts, costs, self.first)
         expected = simulate(schedule, costs)
         seconds = expected.seconds + self._beside * self._hidden(expected, schedule)
-        peak = costs.resident + expected.peak
-        return Planned(schedule, expected, seconds, self.memory, self.activations, self.host, peak)
+        return Planned(schedule, expected, seconds, costs.resident + expected.peak)
 
     def _hidden(self, expected: Prediction, schedule: Schedule) -> float:
         """Seconds of collectives, without uploads before them, for which no call waits."""
@@ -220,8 +207,8 @@ class PlannedRank:
         return Program(graph.graph, self._hardware, lower == "inductor", self._clock.spend, self._meter.program)
 
     # ------------------------------------------------------------------ steps
-    def _step(self, schedule: Schedule | None) -> _Ran:
-        """A whole step that follows `schedule`, on demand without one."""
+    def _step(self, schedule: Schedule | None) -> tuple[tuple[Event, ...], int]:
+        """A whole step that follows `schedule`, on demand without one: its record, and what forwards leave at most."""
         runtime, replay, gradients = self._runtime, self._runtime.replay, self._runtime.gradients
         runtime.next_window(schedule)
         steps = self._config.gradient_accumulation_steps
@@ -240,7 +227,7 @@ class PlannedRank:
                 runtime.buckets[bucket].renew()
         self._scaler.next_window()
         runtime.release_kept()
-        return _Ran(record, left)
+        return record, left
 
     def _micro_step(self, ends: bool) -> int:
         """Bytes that the forward has left alive. `ends`: the window does with it."""
@@ -266,7 +253,7 @@ class PlannedRank:
         EngineError, which names the module, if the program asks for values: no tensor has any.
         """
         try:
-            record = self._step(None).record
+            record, _ = self._step(None)
         except value_errors() as error:
             where = innermost(error, self._model)
             raise EngineError(
@@ -283,7 +270,7 @@ class PlannedRank:
         self._clock.restart_peak()
         executor.note_times(timeline)
         self._wire.time(timeline.collectives)
-        left = self._step(first).left
+        _, left = self._step(first)
         self._wire.time(None)
         executor.note_times(None)
         step, offloading = timeline.step(first), self._runtime.activations.offloading
@@ -319,12 +306,10 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def _refuse(config: Config, layouts: Sequence[BucketLayout]) -> None:
     """EngineError for what a plan would leave out."""
-    if config.offload.optimizer == "adaptive":
-        raise EngineError(
-            "[ZW902] a plan knows nothing about offload.optimizer 'adaptive': how many states move follows from a peak "
-            "that is measured on the GPU; plan 'none' and 'all', which it lies between"
-        )
     unknown = {
+        "offload.optimizer 'adaptive', whose share is measured on the GPU ('none' and 'all' are its bounds)": (
+            config.offload.optimizer == "adaptive"
+        ),
         "experts": config.experts.parallel_size > 1,
         "activations": config.activations.free_threshold_bytes is not None,
         "precision.loss_scale or on_nonfinite": checks(config, layouts),

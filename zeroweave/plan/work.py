@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import getitem
 from typing import Any, Final
 
@@ -81,25 +82,13 @@ def eager_seconds(hardware: Hardware, target: Any, args: Any, kwargs: Mapping[st
     return hardware.compute(operations, read + written, _itemsize(out), name.startswith(_ATTENTION))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Kernel:
-    """Nodes that run together. `alone`: one that shares its kernel with no other."""
+    """Nodes that run together. `alone`: it is one node, which shares its kernel with no other."""
 
     alone: bool
     stage: int
     nodes: list[fx.Node] = field(default_factory=list)
-    into: _Kernel | None = None
-    """the kernel that it has become a part of"""
-
-    def join(self, other: _Kernel) -> _Kernel:
-        """Becomes a part of another kernel, which is returned."""
-        if other is not self:
-            other.nodes.extend(self.nodes)
-            self.into = other
-        return other
-
-    def whole(self) -> _Kernel:
-        return self if self.into is None else self.into.whole()
 
 
 @dataclass(frozen=True)
@@ -158,17 +147,17 @@ class Program:
                 base[node] = base[inputs[0]]
                 if _is_view(node.target):
                     continue
-            before = [kernel[base[each]].whole() for each in inputs if base[each] in kernel]
+            before = dict.fromkeys(kernel[base[each]] for each in inputs if base[each] in kernel)
             args, kwargs = _values((node.args, node.kwargs))
             operations = _operations(node.target, args, kwargs, node.meta.get("val"))
             name = operator_name(node.target)
             alone = not self._fuses or operations > 0 or name in _ALONE or name.startswith(_ATTENTION)
             stage = max((each.stage + (alone or each.alone) for each in before), default=0)
-            own = _Kernel(alone, stage)
-            if not alone:
-                for each in before:
-                    if not each.alone and each.stage == stage:
-                        own = own.join(each.whole())
+            same = [each for each in before if not (alone or each.alone) and each.stage == stage]
+            own, *others = same or [_Kernel(alone, stage)]
+            for other in others:
+                own.nodes.extend(other.nodes)
+                kernel |= dict.fromkeys([each for each, its in kernel.items() if its is other], own)
             own.nodes.append(node)
             kernel[node] = own
         return kernel
@@ -176,34 +165,32 @@ class Program:
     def _ordered(self, graph: fx.Graph, kernels: Mapping[fx.Node, _Kernel]) -> tuple[_Step, ...]:
         base, place = self._base, {node: index for index, node in enumerate(graph.nodes)}
         returned = {base[node] for node in self._outputs if isinstance(node, fx.Node)}
-        readers: dict[fx.Node, set[int]] = {}
+        makes: dict[_Kernel, list[fx.Node]] = {kernel: [] for kernel in kernels.values()}
+        last: dict[_Kernel, list[fx.Node]] = {kernel: [] for kernel in makes}
+        due = {kernel: float(max(map(place.__getitem__, kernel.nodes))) for kernel in makes}
+        readers: dict[fx.Node, set[_Kernel]] = {}
         for node, kernel in kernels.items():
             for each in node.all_input_nodes:
                 if base[each] is not base[node] or node.target is not getitem:
-                    readers.setdefault(base[each], set()).add(id(kernel.whole()))
-        whole = {id(each.whole()): each.whole() for each in kernels.values()}
-        makes: dict[int, list[fx.Node]] = {key: [] for key in whole}
+                    readers.setdefault(base[each], set()).add(kernel)
+                if (made := kernels.get(base[each])) is not None and made is not kernel:
+                    due[made] = min(due[made], place[node] - 0.5)
         for node, kernel in kernels.items():
-            key = id(kernel.whole())
-            outside = readers.get(node, set()) - {key}
+            outside = readers.get(node, set()) - {kernel}
             if base[node] is node and isinstance(node.meta.get("val"), Tensor) and (outside or node in returned):
-                makes[key].append(node)
-        first = dict.fromkeys(whole, float("inf"))
-        for node, kernel in kernels.items():
-            for each in node.all_input_nodes:
-                if (made := kernels.get(base[each])) is not None and made.whole() is not kernel.whole():
-                    first[id(made.whole())] = min(first[id(made.whole())], place[node] - 0.5)
-        order = sorted(whole, key=lambda key: min(first[key], max(map(place.__getitem__, whole[key].nodes))))
-        number = {key: index for index, key in enumerate(order)}
-        last: dict[int, list[fx.Node]] = {key: [] for key in whole}
-        for node, keys in readers.items():
-            if node not in returned and (node in self._arguments or any(node in made for made in makes.values())):
-                last[max(keys, key=number.__getitem__)].append(node)
-        writes = {key: [base[node] for node in each.nodes if node.target is INTO] for key, each in whole.items()}
-        return tuple(
-            _Step(tuple(makes[key]), tuple(writes[key]), tuple(last[key]), self._seconds(whole[key], makes[key]))
-            for key in order
-        )
+                makes[kernel].append(node)
+        order = sorted(makes, key=due.__getitem__)
+        number = {kernel: index for index, kernel in enumerate(order)}
+        freed = {*self._arguments, *chain.from_iterable(makes.values())} - returned
+        for node, using in readers.items():
+            if node in freed:
+                last[max(using, key=number.__getitem__)].append(node)
+        steps = []
+        for kernel in order:
+            writes = tuple(base[node] for node in kernel.nodes if node.target is INTO)
+            seconds = self._seconds(kernel, makes[kernel])
+            steps.append(_Step(tuple(makes[kernel]), writes, tuple(last[kernel]), seconds))
+        return tuple(steps)
 
     def _seconds(self, kernel: _Kernel, made: Iterable[fx.Node]) -> float:
         inside, read = set(kernel.nodes), dict[fx.Node, int]()

@@ -1,14 +1,32 @@
-"""The course of a schedule's step, measured or predicted, in one form."""
+"""The course of a schedule's step, measured or predicted, in one form, and as lanes over time.
+
+The page draws the lanes, and Perfetto and chrome://tracing open them as a trace.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Final
 
 from zeroweave.engine.samples import About
-from zeroweave.schedule import Costs, Measured, Operation, Prediction, Schedule, Step, dependencies, simulate
+from zeroweave.schedule import (
+    Costs,
+    Measured,
+    Operation,
+    Prediction,
+    Run,
+    Schedule,
+    Settle,
+    Span,
+    Step,
+    Update,
+    Wait,
+    dependencies,
+    simulate,
+)
 
 
 @dataclass(frozen=True)
@@ -101,3 +119,111 @@ class Courses:
             found.step.operations,
             None if found.about is None else About.found(found.about, os.fspath(path)),
         )
+
+
+# ---------------------------------------------------------------------- as lanes over time
+NAMES: Final = {
+    "compute": "computation",
+    "all_gather": "gathers",
+    "reduce_scatter": "reductions",
+    "update": "updates",
+    "copy": "copies",
+}
+"""The lanes from top to bottom, with the names that the page shows."""
+_KINDS: Final = {"all_gather": "gather", "reduce_scatter": "reduce", "copy": "copy"}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What happened between two moments on a lane.
+
+    kind: forward, backward, other (the program's own computation), update, gather, reduce, copy, or wait, where the
+    computation waits. start, seconds: in seconds. index: the instruction's. what: the text that is shown.
+    """
+
+    kind: str
+    start: float
+    seconds: float
+    index: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Slices in the order of time. They do not overlap."""
+
+    name: str
+    slices: tuple[Slice, ...]
+
+
+def lanes(schedule: Schedule, course: Course) -> tuple[Lane, ...]:
+    """The lanes of a course that have slices. Waits are on the lane of the computation."""
+    found: dict[str, list[Slice]] = {name: [] for name in NAMES}
+    for span in course.spans:
+        if span.stop <= span.start:
+            continue
+        instruction = schedule.instructions[span.index]
+        lane = "update" if isinstance(instruction, Update) else span.lane
+        kind, what = _named(schedule, span)
+        found[lane].append(Slice(kind, span.start, span.stop - span.start, span.index, what))
+    for index, seconds in course.waits.items():
+        what = f"stands still at {schedule.describe(schedule.instructions[index])}"
+        found["compute"].append(Slice("wait", course.starts[index], seconds, index, what))
+    return tuple(
+        Lane(NAMES[lane], tuple(sorted(slices, key=lambda each: each.start)))
+        for lane, slices in found.items()
+        if slices
+    )
+
+
+def trace(schedule: Schedule, courses: Sequence[Course]) -> dict[str, Any]:
+    """What `json.dump` takes, in the JSON object format of Chrome's trace events.
+
+    Times in microseconds; a process for each course, 1 for the measured one and 2 for the predicted one; a thread for
+    each lane; memory as a counter.
+    """
+    events = [event for course in courses for event in _events(schedule, course)]
+    return {"traceEvents": sorted(events, key=lambda event: event.get("ts", -1.0)), "displayTimeUnit": "ms"}
+
+
+def _events(schedule: Schedule, course: Course) -> Iterator[dict[str, Any]]:
+    process, threads = 1 if course.name == "measured" else 2, [*NAMES.values()]
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": course.name}}
+    for lane in lanes(schedule, course):
+        where = {"pid": process, "tid": 1 + threads.index(lane.name)}
+        yield {"ph": "M", "name": "thread_name", "args": {"name": lane.name}, **where}
+        for each in lane.slices:
+            shown = {"name": each.what, "cat": each.kind, "args": {"instruction": each.index}}
+            yield {"ph": "X", "ts": 1e6 * each.start, "dur": 1e6 * each.seconds, **shown, **where}
+    for start, nbytes in zip(course.starts, course.memory, strict=bool(course.memory)):
+        yield {"ph": "C", "name": "memory", "pid": process, "ts": 1e6 * start, "args": {"bytes": nbytes}}
+
+
+def _named(schedule: Schedule, span: Span) -> tuple[str, str]:
+    """The kind of a slice, and its text."""
+    instruction = schedule.instructions[span.index]
+    what = schedule.describe(instruction)
+    if (kind := _KINDS.get(span.lane)) is not None:
+        return kind, what
+    if isinstance(instruction, Run):
+        return instruction.call.phase, what
+    if isinstance(instruction, Update):
+        return "update", what
+    return "other", f"computation behind {what}"
+
+
+def shares(schedule: Schedule, course: Course) -> dict[str, float]:
+    """Seconds of the step by the kinds of what the compute stream does. Waits count by what they wait for.
+
+    "rest": the rest of the step's duration.
+    """
+    found = dict.fromkeys(("forward", "backward", "other", "update", "gather", "reduce", "copy"), 0.0)
+    for span in course.spans:
+        if span.lane == "compute":
+            found[_named(schedule, span)[0]] += span.stop - span.start
+    for index, seconds in course.waits.items():
+        # `Release` waits for activations on their way out, an event for those on their way back.
+        instruction = schedule.instructions[index]
+        waits_for = {Settle: "reduce", Wait: "gather"}.get(type(instruction), "copy")
+        found[waits_for] += seconds
+    return {**found, "rest": max(0.0, course.seconds - sum(found.values()))}

@@ -11,33 +11,83 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from importlib import metadata
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
 
 from zeroweave.comm.copy_engine import OLDEST_NCCL
-from zeroweave.report.links import links
+from zeroweave.report.links import Links
 from zeroweave.report.links import measured as measured_links
-from zeroweave.report.settings import Check, of_this_machine
 
-OLDEST_PYTHON = (3, 11)
-OLDEST_TORCH, FIRST_UNSUPPORTED_TORCH = (2, 11), (2, 14)
+State = Literal["ok", "slow", "limited", "failed"]
+"""`slow`: training works, and could be faster; `limited`: training works in another way; `failed`: it does not work."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding in one line. `cure`: the command or the setting that mends it, where the state is not ok."""
+
+    name: str
+    state: State
+    detail: str
+    cure: str = ""
+
+    def lines(self) -> Iterator[str]:
+        """The lines that the doctor prints."""
+        yield f"{self.state:8} {self.name}: {self.detail}"
+        if self.state != "ok":
+            yield f"{'':8} -> {self.cure}"
+
+
 COMPILE_SECONDS = 240
+_INSTALL: Final = "apt-get install g++ python3-dev libgomp1 (Inductor's compiler, the one that CXX and CC name)"
+
+
+ROOM: Final = 1 << 30
+"""Bytes of shared memory that NCCL and the workers of data loaders should find."""
+
+_ON: Final = ("1", "true", "yes", "on")
+_OFF: Final = ("0", "false", "no", "off")
+VARIABLES: Final[Mapping[str, tuple[int, tuple[str, ...] | None, str]]] = {
+    "NCCL_P2P_DISABLE": (2, _ON, "GPUs of this machine exchange through host memory"),
+    "NCCL_P2P_LEVEL": (2, ("0", "loc"), "GPUs exchange through host memory"),
+    "NCCL_SHM_DISABLE": (2, _ON, "what GPUs cannot exchange directly goes over the network"),
+    "NCCL_CUMEM_ENABLE": (2, _OFF, "copy engines cannot gather: no memory is registered"),
+    "NCCL_ALGO": (2, None, "every collective has this algorithm; NCCL chooses by size"),
+    "NCCL_PROTO": (2, None, "every collective has this protocol; NCCL chooses by size"),
+    "NCCL_DEBUG": (2, ("trace",), "every call of NCCL is logged"),
+    "TORCH_NCCL_BLOCKING_WAIT": (2, _ON, "the program waits for each collective: nothing overlaps"),
+    "CUDA_DEVICE_MAX_CONNECTIONS": (2, ("1",), "communication queues behind computation"),
+    "CUDA_LAUNCH_BLOCKING": (1, _ON, "the program waits for every kernel"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (1, _ON, "every allocation asks the driver"),
+    "TORCH_DISTRIBUTED_DEBUG": (0, ("detail",), "each collective waits for a check"),
+    "TORCHDYNAMO_DISABLE": (0, _ON, "nothing is compiled"),
+    "TORCH_COMPILE_DISABLE": (0, _ON, "nothing is compiled"),
+}
+"""Variables by name: the fewest GPUs with which they matter, their wrong values in lower case (None: any), and why."""
 
 
 def checks() -> Iterator[Check]:
     """All checks in order. Each runs when it is asked for: those that compile or start ranks take seconds."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield python()
-    yield pytorch(torch.__version__)
+    cores = len(os.sched_getaffinity(0))
+    yield Check("Python", "ok", f"{platform.python_version()}, PyTorch {torch.__version__}")
     yield Check("CPU", "ok", f"{cores} cores, {platform.machine()}")
-    yield from of_this_machine(gpus, cores)
+    infiniband = Path("/sys/class/infiniband")
+    yield from variables(os.environ, gpus, infiniband.is_dir() and any(infiniband.iterdir()))
+    yield threads(os.environ, cores, _quota(), max(1, gpus))
+    memory = Path("/dev/shm")
+    yield shared_memory(*shutil.disk_usage(memory)[::2]) if memory.is_dir() else shared_memory(0, 0)
+    if _installed("zeroweave") is not None:  # else it runs from its sources
+        yield from libraries(metadata.requires("zeroweave") or [], _installed)
     if gpus:
         yield from devices()
     else:
@@ -49,21 +99,6 @@ def checks() -> Iterator[Check]:
     yield from between_ranks(gpus)
     for device in ("cpu", "cuda") if gpus else ("cpu",):
         yield inductor(device)
-
-
-def python() -> Check:
-    """The interpreter's version."""
-    fine = sys.version_info[:2] >= OLDEST_PYTHON
-    wanted = ".".join(map(str, OLDEST_PYTHON))
-    return Check("Python", "ok" if fine else "failed", platform.python_version(), f"install Python {wanted} or newer")
-
-
-def pytorch(version: str) -> Check:
-    """PyTorch's version, such as "2.13.0+cpu", against the supported range."""
-    major, minor = (int(part) for part in version.split(".")[:2])
-    fine = OLDEST_TORCH <= (major, minor) < FIRST_UNSUPPORTED_TORCH
-    wanted = "torch>={}.{},<{}.{}".format(*OLDEST_TORCH, *FIRST_UNSUPPORTED_TORCH)
-    return Check("PyTorch", "ok" if fine else "failed", version, f"pip install '{wanted}'")
 
 
 def devices() -> Iterator[Check]:
@@ -94,14 +129,12 @@ def no_gpu(cuda: str | None, present: bool, visible: str | None) -> Check:
 
 def gloo() -> Check:
     """Starts a gloo group of this process alone. Gloo carries the agreement, and everything on the CPU."""
-    if not (dist.is_available() and dist.is_gloo_available()):
-        return Check("gloo", "failed", "not in this PyTorch", "install a PyTorch with torch.distributed and gloo")
     try:
         wait = timedelta(seconds=60)
         store = dist.TCPStore("localhost", 0, 1, is_master=True, timeout=wait)  # type: ignore[attr-defined]
         group: Any = dist.ProcessGroupGloo(store, 0, 1, wait)
         group.allreduce([torch.ones(1)]).wait()
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:  # a PyTorch without gloo has no such class
         cure = "set GLOO_SOCKET_IFNAME to a working network interface, such as lo"
         return Check("gloo", "failed", str(error).splitlines()[0], cure)
     return Check("gloo", "ok", "works (agreement between ranks, transport on the CPU)")
@@ -138,8 +171,18 @@ def between_ranks(gpus: int) -> Iterator[Check]:
     try:
         yield from links(measured_links(gpus or 2))
     except RuntimeError as error:
-        cure = "TORCH_CPP_LOG_LEVEL=INFO zeroweave run -n 2 -m zeroweave.report.links shows more"
+        name = "NCCL_SOCKET_IFNAME" if gpus else "GLOO_SOCKET_IFNAME"
+        cure = f"set {name} to a working network interface; zeroweave run -n 2 -m zeroweave.report.links shows more"
         yield Check("links", "failed", f"ranks cannot exchange data: {error}", cure)
+
+
+def links(found: Links) -> Iterator[Check]:
+    """One line for each slow link, or one for all links."""
+    if slow := [Check(f"link {pair}", "slow", detail, cure) for pair, detail, cure in found.slow()]:
+        yield from slow
+        return
+    low, high = min(found.rates.values()), max(found.rates.values())
+    yield Check("links", "ok", f"{len(found.hosts)} ranks exchange {low:.1f} to {high:.1f} GB/s, each with each")
 
 
 PROBE = """
@@ -167,8 +210,7 @@ def inductor(device: str) -> Check:
         return Check(name, "limited", f"no result after {COMPILE_SECONDS} s", way_out)
     if done.returncode == 0:
         return Check(name, "ok", "compiles")
-    cure = f"{missing(done.stderr, device)}, or {way_out}"
-    return Check(name, "limited", reason(done.stderr, done.returncode), cure)
+    return Check(name, "limited", reason(done.stderr, done.returncode), f"{_INSTALL}, or {way_out}")
 
 
 def reason(output: str, code: int) -> str:
@@ -178,15 +220,83 @@ def reason(output: str, code: int) -> str:
     return (errors or lines or [f"ended with exit code {code}"])[-1]
 
 
-def missing(output: str, device: str) -> str:
-    """What to install, guessed from a failed probe's output and from the PATH."""
-    if device == "cuda" and not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang", "cc"))):
-        return "no C compiler, which Triton needs: install gcc (apt-get install gcc) or set CC"
-    compiler = os.environ.get("CXX", "g++")
-    if device == "cpu" and not (shutil.which(compiler) or shutil.which("clang++")):
-        return f"no C++ compiler ({compiler}): install g++ (apt-get install g++) or set CXX"
-    if "Python.h" in output:
-        return "Python's headers are missing: install them (apt-get install python3-dev)"
-    if "omp.h" in output or "-lgomp" in output:
-        return "OpenMP is missing: install libgomp and its headers"
-    return "TORCH_LOGS=inductor python -c ... shows the compiler's own message"
+# ---------------------------------------------------------------------- settings, memory and versions
+def variables(environ: Mapping[str, str], gpus: int, infiniband: bool) -> Iterator[Check]:
+    """Variables that slow training down or endanger it. Checks of gloo and of links find wrong network interfaces."""
+    given = {name: value.strip().lower() for name, value in environ.items() if value.strip()}
+    found = [
+        Check(name, "slow", f"{environ[name]}: {means}", f"unset {name}")
+        for name, (least, wrong, means) in VARIABLES.items()
+        if gpus >= least and name in given and (wrong is None or given[name] in wrong)
+    ]
+    if gpus and infiniband and given.get("NCCL_IB_DISABLE") in _ON:
+        detail = f"{environ['NCCL_IB_DISABLE']}: machines exchange over TCP, and there is InfiniBand here"
+        found.append(Check("NCCL_IB_DISABLE", "slow", detail, "unset NCCL_IB_DISABLE"))
+    allocator = " ".join(given.get(f"PYTORCH_{name}ALLOC_CONF", "") for name in ("", "CUDA_"))
+    grows = "expandable_segments:true" in allocator.replace(" ", "")
+    if gpus > 1 and grows and given.get("NCCL_GRAPH_REGISTER") != "0":
+        detail = "CUDA graphs may hang, or end: NCCL registers memory there that may move under it"
+        found.append(Check("expandable_segments", "limited", detail, "export NCCL_GRAPH_REGISTER=0"))
+    yield from found or [Check("settings", "ok", "no environment variable slows training down")]
+
+
+def threads(environ: Mapping[str, str], cores: int, quota: float | None, ranks: int) -> Check:
+    """Checks that there is a core for each thread of all ranks.
+
+    `cores`: those that this process may use. `quota`: how many of them a container may use together; None: all.
+    """
+    usable = max(1, int(min(cores, quota or cores)))
+    given = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    fewer = f"export OMP_NUM_THREADS={max(1, usable // ranks)}, or start with zeroweave run, which does"
+    if usable < ranks:
+        detail = f"{usable} cores for {ranks} ranks, each of which keeps one busy"
+        return Check("CPU threads", "slow", detail, f"give the job {ranks} cores (docker run --cpus, --cpus-per-task)")
+    if (each := int(given) if given.isdecimal() else cores // ranks) * ranks > usable:
+        return Check("CPU threads", "slow", f"{each * ranks} threads of {ranks} ranks on {usable} cores", fewer)
+    return Check("CPU threads", "ok", f"{given or 1} for each rank, {usable} cores")
+
+
+def shared_memory(total: int, free: int) -> Check:
+    """Checks that /dev/shm, of `total` bytes, has room. 0: it does not exist."""
+    detail = f"{free / 2**20:.0f} of {total / 2**20:.0f} MiB are free in /dev/shm"
+    if total < ROOM:
+        cure = "docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=16g /dev/shm"
+        return Check("shared memory", "slow", f"{detail}: NCCL and workers of data loaders need more", cure)
+    if free < ROOM:
+        return Check("shared memory", "slow", f"{detail}: processes that ended have left files there", "ls -l /dev/shm")
+    return Check("shared memory", "ok", detail)
+
+
+def libraries(requirements: Iterable[str], installed: Callable[[str], str | None]) -> Iterator[Check]:
+    """Versions of required libraries, and of optional ones that are installed, against the tested ranges.
+
+    `requirements`: the package's metadata. `installed`: the version of a name; None: not installed.
+    """
+    tested = []
+    for wanted in map(Requirement, requirements):
+        version, extra = installed(wanted.name), str(wanted.marker or "")
+        if '"test"' in extra or '"lint"' in extra or (extra and version is None):
+            continue
+        if version is not None and wanted.specifier.contains(version, prereleases=True):
+            tested.append(f"{wanted.name} {version}")
+            continue
+        state: State = "limited" if extra else "failed"
+        detail = "not installed" if version is None else f"{version} is not the tested {wanted.specifier}"
+        yield Check(wanted.name, state, detail, f"pip install '{wanted.name}{wanted.specifier}'")
+    yield Check("libraries", "ok", ", ".join(tested))
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _quota(limits: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
+    """How many cores a container may use together, by its cgroup. None: no limit."""
+    try:
+        share, period = limits.read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if share == "max" else int(share) / int(period)

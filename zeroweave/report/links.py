@@ -20,7 +20,6 @@ import torch.distributed as dist
 from zeroweave.comm.process_group import device_of
 from zeroweave.ranks.start import start_process_group
 from zeroweave.report.launch import answer_of, on_ranks
-from zeroweave.report.settings import Check
 
 _MARK: Final = "links: "
 _SECONDS: Final = 120.0
@@ -41,26 +40,19 @@ class Links:
     hosts: tuple[str, ...]
     rates: Mapping[str, float]
 
+    def slow(self) -> Iterator[tuple[str, str, str]]:
+        """The pair of ranks of each slow link, its rate in words, and what makes it faster."""
+        for inside in (True, False):
+            rates = {pair: rate for pair, rate in self.rates.items() if inside is (len(set(self._hosts(pair))) == 1)}
+            usual = median(rates.values()) if rates else 0.0
+            for pair, rate in rates.items():
+                if rate < max(FLOORS[self.device, inside], usual / _BEHIND):
+                    ranks = " and ".join(map("{} on {}".format, pair.split("-"), self._hosts(pair)))
+                    detail = f"ranks {ranks} exchange {rate:.2f} GB/s, others of their kind {usual:.2f}"
+                    yield pair, detail, _cure(self.device, inside)
 
-def links(measured: Links) -> Iterator[Check]:
-    """One line for each slow link, or one for all links."""
-    slow = False
-    for inside in (True, False):
-        rates = {
-            pair: rate
-            for pair, rate in measured.rates.items()
-            if inside is (len({measured.hosts[int(rank)] for rank in pair.split("-")}) == 1)
-        }
-        usual = median(rates.values()) if rates else 0.0
-        for pair, rate in rates.items():
-            if rate < max(FLOORS[measured.device, inside], usual / _BEHIND):
-                slow = True
-                ranks = " and ".join(f"{rank} on {measured.hosts[int(rank)]}" for rank in pair.split("-"))
-                detail = f"ranks {ranks} exchange {rate:.2f} GB/s, others of their kind {usual:.2f}"
-                yield Check(f"link {pair}", "slow", detail, _cure(measured.device, inside))
-    if not slow:
-        low, high = min(measured.rates.values()), max(measured.rates.values())
-        yield Check("links", "ok", f"{len(measured.hosts)} ranks exchange {low:.1f} to {high:.1f} GB/s, each with each")
+    def _hosts(self, pair: str) -> list[str]:
+        return [self.hosts[int(rank)] for rank in pair.split("-")]
 
 
 def _cure(device: str, inside: bool) -> str:
@@ -112,8 +104,8 @@ def main() -> None:
     of_all = measure(device_of(dist.group.WORLD))
     if dist.get_rank() == 0:
         print(_MARK + json.dumps(asdict(of_all)))
-        for check in links(of_all) if of_all.rates else ():
-            print(*check.lines(), sep="\n", flush=True)
+        for pair, detail, cure in of_all.slow():
+            print(f"slow     link {pair}: {detail}\n         -> {cure}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import datetime
+from itertools import pairwise
 from typing import Any, Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from zeroweave.engine.samples import About
 from zeroweave.report import sections
-from zeroweave.report.course import Courses, farthest
-from zeroweave.report.lanes import curve, lanes, shares, ticks
+from zeroweave.report.course import Courses, farthest, lanes, shares
 from zeroweave.report.tables import size
 
 KINDS: Final = {
@@ -56,21 +57,11 @@ def page(shown: Courses, title: str, made: datetime) -> str:
         "shown": shown,
         "about": about,
         "kinds": KINDS,
-        "buckets": sections.buckets(shown.schedule, about),
-        "compilation": [(name, sections.PHASES.get(name, ""), took) for name, took in shown.seconds.items()],
+        "sections": sections,
+        "curves": [] if about is None else _curves(about),
     }
     if shown.courses:
         values |= _of_courses(shown)
-    if about is not None:
-        values |= {
-            "traffic": sections.traffic(about.stats),
-            "compiled": sections.compiled(about.stats),
-            "remarks": list(sections.remarks(about)),
-            "memory": sections.memory(about.stats),
-            "settings": sections.settings(about.config),
-            "curves": _curves(about),
-            "parameters": sum(slot.numel for bucket in about.buckets for slot in bucket.slots),
-        }
     return environment.get_template("report.html").render(values)
 
 
@@ -88,7 +79,6 @@ def _of_courses(shown: Courses) -> dict[str, Any]:
         points += [(course.seconds, course.memory[-1])] if points else []  # memory stays to the end of the step
         memory = curve(points, longest, most, steps=True)  # "" where it is not counted
         pictures.append({"course": course, "lanes": lanes(schedule, course), "memory": memory})
-    table, more = sections.exposed(shown)
     return {
         "measured": pictures[: len(measured)],
         "pictures": pictures,
@@ -97,9 +87,6 @@ def _of_courses(shown: Courses) -> dict[str, Any]:
         "shares": [(course.name, course.seconds, shares(schedule, course)) for course in courses],
         "share_names": SHARES,
         "instructions": sections.instructions(shown, courses),
-        "exposed": table,
-        "more_exposed": more,
-        "collectives": sections.collectives(shown),
         "farthest": farthest(first, rest[0]) if rest else None,
     }
 
@@ -119,3 +106,25 @@ def _curves(about: About) -> list[dict[str, Any]]:
         path = curve(shifted, float(last - first), most, steps=False)
         found.append({"name": name, "points": points, "most": most, "path": path, "unit": unit})
     return found
+
+
+def ticks(seconds: float, most: int) -> list[float]:
+    """Round moments of a time axis from 0 to `seconds`, at equal distances: 0 and at most `most` others."""
+    if seconds <= 0.0:
+        return [0.0]
+    rough = seconds / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    distance = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    return [distance * number for number in range(math.floor(seconds / distance * (1 + 1e-9)) + 1)]
+
+
+def curve(points: Sequence[tuple[float, float]], right: float, top: float, steps: bool) -> str:
+    """The path of an SVG, 1000 wide and 100 high, through points from (0, 0) to (right, top).
+
+    steps: a value holds until the next one.
+    """
+    drawn = [(f"{1000 * x / (right or 1.0):.6g}", f"{100 - 100 * y / (top or 1.0):.5g}") for x, y in points]
+    parts = [f"M{x} {y}" for x, y in drawn[:1]]
+    for (_, before), (x, y) in pairwise(drawn):
+        parts.append(f"H{x}" + f"V{y}" * (y != before) if steps else f"L{x} {y}")
+    return "".join(parts)
