@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from zeroweave.report.course import Course
-from zeroweave.schedule import Run, Schedule, Settle, Span, Update, Wait
+from zeroweave.schedule import Instruction, Run, Schedule, Settle, Span, Update, Wait
 
 NAMES: Final = {
     "compute": "computation",
@@ -116,11 +116,10 @@ def shares(schedule: Schedule, course: Course) -> dict[str, float]:
     for span in course.spans:
         if span.lane == "compute":
             found[_named(schedule, span)[0]] += span.stop - span.start
+    awaited: dict[type[Instruction], str] = {Settle: "reduce", Wait: "gather"}
     for index, seconds in course.waits.items():
         # `Release` waits for activations on their way out, an event for those on their way back.
-        instruction = schedule.instructions[index]
-        waits_for = {Settle: "reduce", Wait: "gather"}.get(type(instruction), "copy")
-        found[waits_for] += seconds
+        found[awaited.get(type(schedule.instructions[index]), "copy")] += seconds
     return {**found, "rest": max(0.0, course.seconds - sum(found.values()))}
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import Protocol
 
 from zeroweave.errors import ScheduleError
-from zeroweave.schedule.facts import Facts
 from zeroweave.schedule.instructions import (
     Call,
     End,
-    Event,
     Free,
     GatherAcross,
     Instruction,
+    OfCall,
     Offload,
     Reduce,
     ReduceAcross,
@@ -29,37 +27,7 @@ from zeroweave.schedule.instructions import (
     project,
     reduce_order,
 )
-from zeroweave.schedule.moves import Move
-
-
-class Listing(Protocol):
-    """What is verified: a `Schedule`, which is not imported because it verifies what it loads."""
-
-    @property
-    def instructions(self) -> tuple[Instruction, ...]: ...
-
-    @property
-    def record(self) -> tuple[Event, ...]: ...
-
-    @property
-    def facts(self) -> Facts: ...
-
-    @property
-    def calls(self) -> dict[tuple[Call, int], tuple[int, int]]: ...
-
-    @property
-    def moves(self) -> dict[tuple[Call, int], Move]: ...
-
-    @property
-    def places(self) -> dict[int, int]: ...
-
-    @property
-    def lasting(self) -> frozenset[int]: ...
-
-    @property
-    def stays(self) -> frozenset[int]: ...
-
-    def describe(self, instruction: Instruction) -> str: ...
+from zeroweave.schedule.listing import Listing
 
 
 def verify(schedule: Listing) -> None:
@@ -184,14 +152,14 @@ class _State:
                 if any(self.open_calls.values()):
                     raise ScheduleError("a call is still running")
                 self.freed = True
-            case Offload() | Release() | Reload():
+            case OfCall():
                 self.moves.move(index, instruction)
 
     @staticmethod
     def _buckets(instruction: Instruction) -> tuple[int, ...]:
         if isinstance(instruction, Run):
             return instruction.uses
-        if isinstance(instruction, End | Free | Offload | Release | Reload):
+        if isinstance(instruction, End | Free | OfCall):
             return ()
         return (instruction.bucket,)
 
@@ -315,7 +283,7 @@ class _Moves:
         for call, event in self.needs.items():
             self.needed.setdefault(event - 1, []).append(call)
         self.events = 0
-        self.last: dict[tuple[Call, int], Offload | Release | Reload] = {}
+        self.last: dict[tuple[Call, int], OfCall] = {}
 
     def event(self) -> None:
         """The next event: activations must be where it needs them."""
@@ -324,7 +292,7 @@ class _Moves:
                 raise ScheduleError(f"what {call[0].name} has saved is needed behind this, and not on its way back")
         self.events += 1
 
-    def move(self, index: int, instruction: Offload | Release | Reload) -> None:
+    def move(self, index: int, instruction: OfCall) -> None:
         """Activations begin to leave, are gone, or begin to come back."""
         key = instruction.call, instruction.number
         before, self.last[key] = self.last.get(key), instruction
