@@ -86,7 +86,7 @@ class WindowGradients:
     """The reductions of one runtime by name. `gradients` counts the bytes of sums and partitions.
 
     `bucket_size` is in elements; at most `depth` reductions are in flight. `check()` is called after each backward
-    that has reduced, and before the next one begins.
+    that has reduced, and before the next one begins. `rehearses`: True if results are zeros and no buffer is written.
     """
 
     def __init__(
@@ -97,9 +97,10 @@ class WindowGradients:
         depth: int,
         gradients: Gauge,
         check: Callable[[], None],
+        rehearses: bool = False,
     ) -> None:
         self._registry, self._reductions = registry, reductions
-        self._rank, self._gradients = registry.rank, gradients
+        self._rank, self._gradients, self._rehearses = registry.rank, gradients, rehearses
         self._buckets = ReduceBuckets(bucket_size, depth, reductions, self._start)
         self._layouts: dict[tuple[tuple[int, ...], torch.dtype], SharesLayout] = {}
         self._sums: dict[int, _Sum] = {}
@@ -232,7 +233,7 @@ class WindowGradients:
                 self._reduce_sum(ds_id)
         self._buckets.flush()
         self._reductions.settle_all()
-        if self._update:
+        if self._update and not self._rehearses:
             for parameter in self._registry.parameters.values():  # those of forgotten graphs, too
                 if parameter.agreed and parameter.id not in self._written and parameter.buffer is not None:
                     parameter.buffer.zero_()  # no gradient in the whole window: not the last one's, either
@@ -248,8 +249,7 @@ class WindowGradients:
     def _start(self, parts: dict[int, torch.Tensor]) -> None:
         ids = tuple(sorted(parts))  # regardless of the order in which this rank was handed them
         first = parts[ids[0]]
-        dtype = self._reductions.dtype or first.dtype
-        layout = self._layout(ids, dtype)
+        layout = self._layout(ids, self._reductions.dtype or first.dtype)
         # Results are settled in the order in which they are issued, so this is known now.
         fresh = frozenset(ids) - self._written
         self._count += 1
@@ -260,9 +260,9 @@ class WindowGradients:
             first,
             partial(self._deliver, ids, layout, fresh),
             whole=layout.whole,
-            out=self._direct(ids[0], layout, dtype) if fresh and len(ids) == 1 else None,
         )
-        self._written.update(ids)
+        if not self._rehearses:
+            self._written.update(ids)
 
     def _layout(self, ids: tuple[int, ...], dtype: torch.dtype) -> SharesLayout:
         layout = self._layouts.get((ids, dtype))
@@ -276,26 +276,19 @@ class WindowGradients:
             self._layouts[ids, dtype] = layout
         return layout
 
-    def _direct(self, ds_id: int, layout: SharesLayout, dtype: torch.dtype) -> torch.Tensor | None:
-        """The target itself, where it can take the result of its window's first reduction without a copy."""
-        buffer = self._registry.parameters[ds_id].buffer
-        numel = layout.numel if layout.whole else layout.chunks[self._rank]
-        if buffer is None or buffer.dtype != dtype or buffer.numel() != numel:
-            return None
-        return buffer.view(-1)
-
     @torch.no_grad()
     def _deliver(self, ids: tuple[int, ...], layout: SharesLayout, fresh: frozenset[int], result: torch.Tensor) -> None:
+        if self._rehearses:
+            return
         places = layout.places(self._rank)
         for slot, ds_id in enumerate(ids):
             target, padding = self._target(self._registry.parameters[ds_id])
             piece = result.narrow(0, places.get(slot, 0), target.numel())
-            if ds_id not in fresh:
-                target.add_(piece)
-                continue
-            if piece.data_ptr() != target.data_ptr():  # else the reduction wrote it
+            if ds_id in fresh:
                 target.copy_(piece)
-            padding.zero_()
+                padding.zero_()
+            else:
+                target.add_(piece)
 
     def _target(self, parameter: RegisteredParameter) -> tuple[torch.Tensor, torch.Tensor]:
         """[elements] this rank's share of the parameter's gradient, where the optimizer will read it; its padding."""

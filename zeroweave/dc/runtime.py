@@ -86,7 +86,8 @@ class Runtime:
         self.transport = Wire(fenced(self._buffered or plain, self.device, self.config), self.device)
         make_flat = partial(ShardedFlat, transport=self.transport, gauge=self.ledger.gauge("flats"))
         self._bucket_size = initial_reduce_bucket_size
-        self._real: _Parts | None = self._parts_of(Registry(self._control, self.device, make_flat))
+        registry = Registry(self._control, self.device, make_flat)
+        self._real: _Parts | None = _Parts(registry, self._gradients_of(registry), Gathers(registry, self.transport))
         self._rehearsal: _Parts | None = None
         """while profiling: what acts in the place of `_real`"""
         self._checks = 0
@@ -101,14 +102,13 @@ class Runtime:
                     f"on rank {rank}"
                 )
 
-    def _parts_of(self, registry: Registry) -> _Parts:
+    def _gradients_of(self, registry: Registry, rehearses: bool = False) -> WindowGradients:
         config, ledger = self.config, self.ledger
         op: ReduceOp = "predivide" if config.pre_div_reduce else "average"
         dtype = None if config.reduce_dtype is None else getattr(torch, config.reduce_dtype)
         reductions = Reductions(self.transport, op, dtype, ledger.gauge("reduce buckets"))
         buckets = self._bucket_size, 2 if config.double_buffer else 1
-        gradients = WindowGradients(registry, reductions, *buckets, ledger.gauge("gradients"), self._check)
-        return _Parts(registry, gradients, Gathers(registry, self.transport))
+        return WindowGradients(registry, reductions, *buckets, ledger.gauge("gradients"), self._check, rehearses)
 
     @property
     def _parts(self) -> _Parts:
@@ -308,7 +308,7 @@ class Runtime:
 
         While it is on, gathers give copies of this rank's partition, and reductions zeros. Gradient buffers, partitions
         and the last window's values stay as they are, and `take_gradients` gives zeros. `ledger` counts nothing,
-        `planned` what would have been sent. It costs one buffer as large as the largest gradient buffer.
+        `planned` what would have been sent. Persistent parameters are gathered again, then and afterwards.
         """
         parts = self._parts
         if on == self.is_profiling():
@@ -319,9 +319,10 @@ class Runtime:
                 f"enable_profiling({on}) in the middle of a window: call it when the updating backward has ended and "
                 "gathered parameters are released, or after zero_grad()"
             )
+        parts.gathers.reset()
         if not on:
-            self.zero_grad()  # the rehearsal's
-        self._rehearsal = self._parts_of(parts.registry.rehearsal()) if on else None
+            parts.gradients.zero_grad()  # the rehearsal's
+        self._rehearsal = parts._replace(gradients=self._gradients_of(parts.registry, True)) if on else None
         self.transport.skip(on)
 
     def is_profiling(self) -> bool:
