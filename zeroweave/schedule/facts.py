@@ -6,9 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, linear_regression
-from typing import Annotated, Final, Literal, TypeAlias
-
-from pydantic import Field
+from typing import Final, Literal, TypeAlias
 
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule.moves import Move, beyond, merge
@@ -16,11 +14,7 @@ from zeroweave.schedule.moves import Move, beyond, merge
 _SLIGHT: Final = 256
 """A bucket with less than 1/256 of the bytes of the largest one is slight; see `Facts.load`."""
 
-
 Kind: TypeAlias = Literal["all_gather", "reduce_scatter"]
-
-IN_FILES: Final = {"kept_by_stage": "keep", "keep": "retain"}
-"""What saved schedules call two of the facts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +166,14 @@ class Facts:
     """
 
     buckets: tuple[BucketFacts, ...]
-    kept_by_stage: Annotated[frozenset[int], Field(alias=IN_FILES["kept_by_stage"])]
+    kept_by_stage: frozenset[int]
     depth: int
     prefetch: int | Literal["auto"]
     update_by_bucket: bool
     free: bool = False
     offload: bool = False
     stage: bool = False
-    keep: Annotated[frozenset[int] | Literal["auto"], Field(alias=IN_FILES["keep"])] = frozenset()
+    keep: frozenset[int] | Literal["auto"] = frozenset()
     placed: frozenset[int] = frozenset()
     copied: frozenset[int] = frozenset()
     replicated: frozenset[int] = frozenset()

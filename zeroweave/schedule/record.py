@@ -316,13 +316,8 @@ class Measured:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a JSON file, which is the schedule's as well: `Schedule.load` reads it."""
         schedule = self.step.schedule
-        marks = Marks(
-            **vars(_marks(self.step)),
-            costs=self.costs,
-            seconds=dict(self.seconds),
-            others=tuple(map(_marks, self.others)),
-            about=self.about,
-        )
+        steps = tuple(map(_marks, (self.step, *self.others)))
+        marks = Marks(steps, self.costs, dict(self.seconds), self.about)
         write(path, schedule.instructions, schedule.record, schedule.facts, marks)
 
     @classmethod
@@ -331,9 +326,8 @@ class Measured:
         schedule, marks = Schedule.load(path), read(path).measured
         if marks is None:
             return None
-        name = f"{os.fspath(path)}: measured"
-        step = _step(schedule, marks, name)
-        others = [_step(schedule, each, f"{name}.others.{index}") for index, each in enumerate(marks.others)]
+        name = f"{os.fspath(path)}: measured.steps"
+        step, *others = [_step(schedule, each, f"{name}.{index}") for index, each in enumerate(marks.steps)]
         return cls(step, marks.costs, marks.seconds, tuple(others), marks.about)
 
 
