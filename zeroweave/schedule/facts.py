@@ -9,7 +9,7 @@ from statistics import fmean, linear_regression
 from typing import Final, Literal, TypeAlias
 
 from zeroweave.errors import ScheduleError
-from zeroweave.schedule.moves import Move, beyond, merge
+from zeroweave.schedule.moves import Move, merge
 
 _SLIGHT: Final = 256
 """A bucket with less than 1/256 of the bytes of the largest one is slight; see `Facts.load`."""
@@ -89,13 +89,6 @@ class Costs:
         def line(lines: Sequence[Line]) -> Line:
             return Line(max(one.alpha for one in lines), max(one.beta for one in lines))
 
-        def stays(rank: Costs) -> list[int]:
-            if not rank.peak:  # memory is not counted
-                return list(rank.activations)
-            more = beyond(moves, rank.moves, len(rank.activations))
-            return [nbytes + each for nbytes, each in zip(rank.activations, more, strict=True)]
-
-        moves = merge([r.moves for r in ranks])
         return cls(
             compute=tuple(map(max, zip(*(r.compute for r in ranks), strict=True))),
             update=most([r.update for r in ranks]),
@@ -103,11 +96,11 @@ class Costs:
             reductions=most([r.reductions for r in ranks]),
             gather=line([r.gather for r in ranks]),
             reduce=line([r.reduce for r in ranks]),
-            activations=tuple(map(max, zip(*map(stays, ranks), strict=True))),
+            activations=tuple(map(max, zip(*(r.activations for r in ranks), strict=True))),
             filled=max(r.filled for r in ranks),
             resident=max(r.resident for r in ranks),
             copy=line([r.copy for r in ranks]),
-            moves=moves,
+            moves=merge([r.moves for r in ranks]),
             room=min(r.room for r in ranks),
             held=tuple(map(max, zip(*(r.held for r in ranks), strict=True))),
         )
