@@ -16,7 +16,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from tests.support.operator_graphs import GRAPH, SHAPES, compiled, ops, reference, step, trace, uses, with_code
 from tests.support.reference import Expected, judge
 from zeroweave import dc
-from zeroweave.dc.operators import OPERATORS
+from zeroweave.dc.functions import OPERATORS
 from zeroweave.errors import EngineError, ParameterError
 
 pytestmark = pytest.mark.oldest
