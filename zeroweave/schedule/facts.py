@@ -143,9 +143,9 @@ class Facts:
     allow, 1 where nothing was measured (see passes/prefetch.py).
     update_by_bucket: update each bucket as soon as its last reduction has settled; possible where the
     optimizer needs nothing global (no clipping, no overflow check).
-    free: free unused activations before the optimizer (see passes/free.py).
+    free: free unused activations before the optimizer (see passes/before_update.py).
     offload: keep activations in host memory until they are needed (see passes/offload.py).
-    stage: begin to copy each bucket for a checkpoint before it is updated (see passes/stage.py).
+    stage: begin to copy each bucket for a checkpoint before it is updated (see passes/before_update.py).
     keep: buckets that stay gathered from one use to the next; "auto": as many as the memory has room for (see
     passes/keep.py).
     placed: buckets that are gathered at a fixed address, each in its own place or in one that it shares with others

@@ -37,8 +37,8 @@ def verify(schedule: Listing) -> None:
     Values: a call's buckets are unsharded and waited for when it runs and until it ends; no hold is dropped that was
     not taken, none while a call or a gather still needs the storage, and none is left at the end but on a bucket that
     stays and was waited for, which no update changes. A kept bucket is gathered exactly once in addition. All of that
-    holds whether what stays is there at the start or not. Places: no other bucket is in
-    a bucket's place while that is gathered. Gradients: only trainable buckets are reduced, each at least once;
+    holds whether what stays is there at the start or not. Places: no other bucket is in a bucket's place while that is
+    gathered. Gradients: only trainable buckets are reduced, each at least once;
     every reduction is settled before the bucket's next and before its update; at most ``depth`` are in flight, as
     `Facts.load` counts them, and none at an update unless ``update_by_bucket``; every trainable bucket is updated
     exactly once, and after the first update nothing is run, reduced or gathered. Replicated buckets: reduced across
