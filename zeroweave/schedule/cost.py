@@ -87,7 +87,8 @@ def is_event(instruction: Instruction) -> bool:
 def reductions(schedule: Schedule) -> list[tuple[int, int, int]]:
     """Of each reduction: its event, by number, its index, and that of the ``Settle`` that makes its result usable."""
     events = list(accumulate(map(is_event, schedule.instructions)))
-    return [(events[index] - 1, index, settle) for settle, index in schedule.reductions.items()]
+    pairs = schedule.producers.items()
+    return [(events[at] - 1, at, settle) for settle, at in pairs if isinstance(schedule.instructions[at], Reduce)]
 
 
 def _in_flight(schedule: Schedule, reduced: Iterable[tuple[int, int, int]]) -> list[int]:

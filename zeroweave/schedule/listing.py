@@ -218,9 +218,3 @@ class Listing:
                 case Settle(bucket):
                     found[index] = flying[bucket].popleft()
         return found
-
-    @cached_property
-    def reductions(self) -> dict[int, int]:
-        """By the index of each ``Settle`` of a ``Reduce``: that of the latter."""
-        pairs = self.producers.items()
-        return {settle: index for settle, index in pairs if isinstance(self.instructions[index], Reduce)}
