@@ -62,7 +62,7 @@ class WindowGradients:
         self._layouts: dict[tuple[tuple[int, ...], torch.dtype], SharesLayout] = {}
         self._sums: dict[int, _Sum] = {}
         self._written: set[int] = set()
-        """parameters whose first result of the window is in its target, or on the way: later ones are added"""
+        """parameters whose first result of the window is in its target: later ones are added"""
         self._partition: GradientPartition | None = None
         self._update: bool | None = None
         """True if the present backward ends the window; None before the first"""
@@ -229,19 +229,15 @@ class WindowGradients:
         ids = tuple(sorted(parts))  # regardless of the order in which this rank was handed them
         first = parts[ids[0]]
         layout = self._layout(ids, self._reductions.dtype or first.dtype)
-        # Results are settled in the order in which they are issued, so this is known now.
-        fresh = frozenset(ids) - self._written
         self._count += 1
         self._reductions.start(
             self._count,
             {slot: parts[ds_id] for slot, ds_id in enumerate(ids)},
             layout,
             first,
-            partial(self._deliver, ids, layout, fresh),
+            partial(self._deliver, ids, layout),
             whole=layout.whole,
         )
-        if not self._rehearses:
-            self._written.update(ids)
 
     def _layout(self, ids: tuple[int, ...], dtype: torch.dtype) -> SharesLayout:
         layout = self._layouts.get((ids, dtype))
@@ -256,18 +252,19 @@ class WindowGradients:
         return layout
 
     @torch.no_grad()
-    def _deliver(self, ids: tuple[int, ...], layout: SharesLayout, fresh: frozenset[int], result: torch.Tensor) -> None:
+    def _deliver(self, ids: tuple[int, ...], layout: SharesLayout, result: torch.Tensor) -> None:
         if self._rehearses:
             return
         places = layout.places(self._rank)
         for slot, ds_id in enumerate(ids):
             target, padding = self._target(self._registry.parameters[ds_id])
             piece = result.narrow(0, places.get(slot, 0), target.numel())
-            if ds_id in fresh:
+            if ds_id in self._written:
+                target.add_(piece)
+            else:
                 target.copy_(piece)
                 padding.zero_()
-            else:
-                target.add_(piece)
+                self._written.add(ds_id)
 
     def _target(self, parameter: RegisteredParameter) -> tuple[torch.Tensor, torch.Tensor]:
         """[elements] this rank's share of the parameter's gradient, where the optimizer will read it; its padding."""
