@@ -44,7 +44,7 @@ class WindowKind:
         self.followed = followed
         """windows that followed it"""
         self.steps: list[Step] = []
-        """those of them that were timed"""
+        """those of them that were timed, maybe by another record that sends the same"""
         self._known_as = {schedule.fingerprint}
 
     def is_of(self, schedule: Schedule, work: int) -> bool:
@@ -65,8 +65,7 @@ class WindowKind:
 
     def timed(self, step: Step) -> None:
         """A window that followed the schedule was timed."""
-        # Another record may send the same: then the ranks continue together, but not with those times.
-        self.steps = [each for each in self.steps if each.schedule is step.schedule] + [step]
+        self.steps.append(step)
 
     def measure(self, costs: Costs) -> None:
         """All ranks have agreed on the costs of the schedule."""
