@@ -266,12 +266,10 @@ def build_layout(
     `groups`: how many groups the `world` ranks form under each name of a sharding group; 1 for names that it lacks.
     `replicas`: of buckets that all ranks share. `copied`: each of them has all shards.
 
-    The result depends on the arguments alone, so every rank computes the same. ValueError for a world or
-    size below 1, a number of groups or replicas that does not divide the world, a name given twice, or an item size
-    that is inconsistent or no divisor of 128.
+    The result depends on the arguments alone, so every rank computes the same. Names differ. Numbers of groups and
+    replicas divide the world, and item sizes divide 128.
     """
-    specs, groups = tuple(specs), dict(groups or {})
-    _check(specs, world, max_bytes, groups, replicas)
+    specs, groups = tuple(specs), groups or {}
     order = {spec.name: index for index, spec in enumerate(specs)}
     filled = [
         members
@@ -305,30 +303,6 @@ def place_whole(
         owner = owners[place] = min(range(world), key=lambda rank: (loads[rank], -held[rank], rank))
         loads[owner] += sizes[place]
     return owners
-
-
-def _check(
-    specs: Sequence[ParameterSpec], world: int, max_bytes: int, groups: Mapping[str, int], replicas: int
-) -> None:
-    if world < 1:
-        raise ValueError(f"world must be at least 1, not {world}")
-    if replicas < 1 or world % replicas:
-        raise ValueError(f"{world} ranks do not fall into {replicas} replicas")
-    if max_bytes < 1:
-        raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
-    for group, count in groups.items():
-        if count < 1 or world % count or (group == WORLD and count > 1):
-            raise ValueError(f"{world} ranks do not fall into {count} sharding groups {group!r}")
-    itemsizes: dict[str, int] = {}
-    seen: set[str] = set()
-    for spec in specs:
-        if spec.name in seen:
-            raise ValueError(f"parameter {spec.name!r} is given twice")
-        seen.add(spec.name)
-        if spec.itemsize < 1 or ALIGN_BYTES % spec.itemsize:
-            raise ValueError(f"parameter {spec.name!r}: {spec.itemsize} bytes an element do not divide 128")
-        if itemsizes.setdefault(spec.dtype, spec.itemsize) != spec.itemsize:
-            raise ValueError(f"parameter {spec.name!r}: {spec.dtype} has two item sizes")
 
 
 def _units(specs: Sequence[ParameterSpec], by_block: int, world: int, max_bytes: int) -> list[list[ParameterSpec]]:

@@ -8,25 +8,20 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from tests.dc.test_sharded_parameters import is_held
 from zeroweave import dc
-from zeroweave.comm.ledger import Gauge
-from zeroweave.comm.process_group import LocalTransport
-from zeroweave.comm.transport import Pending
-from zeroweave.dc.gathers import Gathers
-from zeroweave.dc.registry import RegisteredParameter, Registry
+from zeroweave.comm.transport import Pending, Transport
+from zeroweave.comm.wrappers import Around
 from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
-from zeroweave.runtime.flat import ShardedFlat
-
-CPU = torch.device("cpu")
 
 
-class Noting(LocalTransport):
+class Noting(Around):
     """Notes its gathers, and the launches that they are in."""
 
-    def __init__(self) -> None:
-        super().__init__(CPU)
-        self.noted: list[str] = []
+    def __init__(self, inner: Transport, noted: list[str]) -> None:
+        super().__init__(inner)
+        self.noted = noted
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -39,31 +34,26 @@ class Noting(LocalTransport):
         return super().all_gather(flat, shard, layout)
 
 
-@pytest.fixture
-def runtime() -> Iterator[dc.Runtime]:
-    yield dc.init()
-    dc.cleanup()
-
-
-def test_what_is_prefetched_together_is_one_launch(runtime: dc.Runtime) -> None:
-    transport = Noting()
-    registry = Registry(runtime._control, CPU, lambda layout, shard: ShardedFlat(layout, shard, transport, Gauge()))
+def test_what_is_prefetched_together_is_one_launch() -> None:
+    runtime = dc.init()
+    noted: list[str] = []
+    runtime.transport.wrap(lambda inner: Noting(inner, noted))
     shards = [torch.full((4,), float(i)) for i in range(4)]
     for ds_id, shard in enumerate(shards):
-        registry.register_z3_param(RegisteredParameter(ds_id, (4,), torch.zeros(4), persistent=ds_id == 3), shard)
-    registry.register_graph(7, range(4), True, True)
-    gathers = Gathers(registry, transport)
+        dc.register_z3_param(ds_id, [4], shard, persistent=ds_id == 3)
+    dc.register_graph_z3(7, range(4))
 
     with pytest.raises(ParameterError, match="not the memory that was registered"):
-        gathers.prefetch_params_fused(7, [shards[0], torch.zeros(4)], [0, 1])
-    assert transport.noted == [] and not gathers.held
+        dc.prefetch_params_fused(7, [shards[0], torch.zeros(4)], [0, 1])
+    assert noted == [] and not is_held(runtime)
 
-    gathers.prefetch_params_fused(7, [*shards, shards[0]], [0, 1, 2, 3, 0])
-    assert transport.noted == ["(", "0", "1", "2", "3", ")"]
-    gathers.prefetch_params_fused(7, shards[:1], [0])
+    dc.prefetch_params_fused(7, [*shards, shards[0]], [0, 1, 2, 3, 0])
+    assert noted == ["(", "0", "1", "2", "3", ")"]
+    dc.prefetch_params_fused(7, shards[:1], [0])
     for ds_id, shard in enumerate(shards):
-        full = gathers.wait_allgather(gathers.allgather_param(shard, 7, ds_id), 7, ds_id)
+        full = dc.wait_allgather(dc.allgather_param(shard, 7, ds_id), 7, ds_id)
         assert full.tolist() == [float(ds_id)] * 4
-        gathers.release_param(full, 7, ds_id)
+        dc.release_param(full, 7, ds_id)
         del full
-    assert transport.noted.count("0") == 1 and not gathers.held
+    assert noted.count("0") == 1 and not is_held(runtime)
+    dc.cleanup()

@@ -16,7 +16,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from tests.support.operator_graphs import GRAPH, SHAPES, compiled, ops, reference, step, trace, uses, with_code
 from tests.support.reference import Expected, judge
 from zeroweave import dc
-from zeroweave.dc.operators import OPERATORS
+from zeroweave.dc.functions import OPERATORS
 from zeroweave.errors import EngineError, ParameterError
 
 pytestmark = pytest.mark.oldest
@@ -124,7 +124,7 @@ def test_errors_reach_the_caller_as_they_are(sharded: Sharded) -> None:
         ops.end_backward([], 7)
     with pytest.raises(ParameterError, match="no parameter with ds_id 5"):
         ops.allgather_param(sharded.shards[0], GRAPH, 5)
-    with pytest.raises(EngineError, match="nobody has gathered"):
+    with pytest.raises(EngineError, match="is not gathered"):
         ops.release_param(torch.empty(SHAPES[0]), GRAPH, 0)
     with FakeTensorMode(), pytest.raises(EngineError, match="no graph with graph_id 7"):
         ops.allgather_param(torch.empty(54), 7, 0)

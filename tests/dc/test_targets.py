@@ -32,10 +32,10 @@ def test_shares(numel: int, held: list[tuple[int, int]], shares: list[tuple[int,
 @pytest.mark.parametrize(
     ("held", "reason"),
     [
-        ([(4, 0), (5, 5)], "nobody holds elements 4 to 5"),
-        ([(6, 0), (6, 4)], "hold the same"),
-        ([(4, 0), (5, 4)], "nobody holds elements 9 to 10"),
-        ([(10, 0), (3, 0)], "hold the same|hold 13"),
+        ([(4, 0), (5, 5)], "no rank holds elements 4 to 5"),
+        ([(6, 0), (6, 4)], "several ranks hold element 4"),
+        ([(4, 0), (5, 4)], "no rank holds elements 9 to 10"),
+        ([(10, 0), (3, 0)], "several ranks hold element 0"),
     ],
 )
 def test_gaps_and_overlaps_are_named(held: list[tuple[int, int]], reason: str) -> None:

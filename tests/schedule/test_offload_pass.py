@@ -338,7 +338,6 @@ def test_a_rank_that_moves_less_has_what_it_keeps_in_the_merged_costs() -> None:
     for schedule in (offload(of(record)), of(record)):
         memory = [simulate(schedule, each).memory for each in (merged, *ranks)]
         assert all(most >= max(rest) for most, *rest in zip(*memory, strict=True))
-    assert Costs.merge([replace(each, filled=0) for each in ranks]).activations == keeps.activations, "nobody counts"
 
 
 def test_a_release_that_waits_is_no_computation() -> None:

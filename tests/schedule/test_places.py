@@ -74,20 +74,13 @@ class Elsewhere(Schedule):
         return dict(self.assigned)
 
 
-@pytest.mark.parametrize(
-    ("places", "message"),
-    [
-        ({0: 0, 1: 0}, "instruction 1, Unshard layers.1 at 0: layers.0 lies in place 0"),
-        ({0: 0}, "instruction 1, Unshard layers.1: whether a bucket has a place is for the facts to say"),
-    ],
-)
-def test_the_verifier_looks_for_itself(places: dict[int, int], message: str) -> None:
+def test_the_verifier_looks_for_itself() -> None:
     right = of(2, frozenset({0, 1}), prefetch=1)
-    wrong = Elsewhere(right.instructions, right.record, right.facts, tuple(places.items()))
+    wrong = Elsewhere(right.instructions, right.record, right.facts, ((0, 0), (1, 0)))
     verify(right)
     with pytest.raises(ScheduleError) as error:
         verify(wrong)
-    assert str(error.value) == f"[ZW701] {message}"
+    assert str(error.value) == "[ZW701] instruction 1, Unshard layers.1 at 0: layers.0 lies in place 0"
 
 
 @daily("seed", SEEDS[:20], SEEDS[20:60])

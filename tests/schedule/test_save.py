@@ -71,7 +71,7 @@ def edit(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (edit(lambda file: file.update(version=2)), "version is 2; this zeroweave reads version 3 only"),
+        (edit(lambda file: file.update(version=2)), "version is 2; this zeroweave reads version 4 only"),
         (edit(lambda file: file.pop("version")), "version: Field required"),
         (edit(lambda file: file.pop("facts")), "facts: Field required"),
         (edit(lambda file: file["facts"].pop("depth")), "facts.depth: Field required"),
@@ -87,7 +87,8 @@ def edit(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
             edit(lambda file: file["instructions"].pop(1)),
             "instruction 1, Run layers.0.0 forward [layers.0]: layers.0 is",
         ),
-        (edit(lambda file: file["measured"]["moments"].pop()), "measured.moments: 18 for 19 instructions"),
+        (edit(lambda file: file["measured"]["steps"][0]["moments"].pop()), "steps.0.moments: 18 for 19 instructions"),
+        (edit(lambda file: file["measured"]["steps"].clear()), "measured.steps"),
         (edit(lambda file: file["measured"].pop("costs")), "measured.costs: Field required"),
         (lambda text: text[:-20], "not a saved schedule: the file: Invalid JSON"),
         (lambda text: "[]", "not a saved schedule: the file"),
@@ -108,12 +109,3 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, spoil: Callable[[str],
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"nowhere\.json: cannot be read: No such file"):
         Schedule.load(tmp_path / "nowhere.json")
-
-
-def test_files_keep_their_words(tmp_path: Path) -> None:
-    """What the stage keeps is called `keep` there, what the user keeps `retain`."""
-    facts = replace(stack_facts(3, 1), kept_by_stage=frozenset({0}), keep=frozenset({1, 2}))
-    schedule = Schedule((), (), facts)
-    schedule.save(tmp_path / "schedule.json")
-    written = json.loads((tmp_path / "schedule.json").read_text())["facts"]
-    assert (written["keep"], written["retain"]) == ([0], [1, 2])

@@ -7,18 +7,18 @@ that id.
 
 from zeroweave.compile.frames import keep_package_from_dynamo
 from zeroweave.config import RuntimeConfig as RuntimeConfig
-from zeroweave.dc.default import cleanup as cleanup
-from zeroweave.dc.default import init as init
-from zeroweave.dc.default import of_default
-from zeroweave.dc.operators import allgather_param as allgather_param
-from zeroweave.dc.operators import end_backward as end_backward
-from zeroweave.dc.operators import free_tensors as free_tensors
-from zeroweave.dc.operators import inductor_options as inductor_options
-from zeroweave.dc.operators import install_ops as install_ops
-from zeroweave.dc.operators import prefetch_params_fused as prefetch_params_fused
-from zeroweave.dc.operators import reduce_grad as reduce_grad
-from zeroweave.dc.operators import release_param as release_param
-from zeroweave.dc.operators import wait_allgather as wait_allgather
+from zeroweave.dc.functions import allgather_param as allgather_param
+from zeroweave.dc.functions import cleanup as cleanup
+from zeroweave.dc.functions import end_backward as end_backward
+from zeroweave.dc.functions import free_tensors as free_tensors
+from zeroweave.dc.functions import inductor_options as inductor_options
+from zeroweave.dc.functions import init as init
+from zeroweave.dc.functions import install_ops as install_ops
+from zeroweave.dc.functions import of_default
+from zeroweave.dc.functions import prefetch_params_fused as prefetch_params_fused
+from zeroweave.dc.functions import reduce_grad as reduce_grad
+from zeroweave.dc.functions import release_param as release_param
+from zeroweave.dc.functions import wait_allgather as wait_allgather
 from zeroweave.dc.runtime import Runtime as Runtime
 from zeroweave.dc.runtime import runtime_of as runtime_of
 from zeroweave.dc.targets import GradientPartition as GradientPartition

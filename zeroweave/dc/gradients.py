@@ -9,7 +9,7 @@ the graphs that contribute, so that a recompilation inside a window changes noth
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -31,62 +31,16 @@ class _Sum(NamedTuple):
     of: torch.dtype
 
 
-class ReduceBuckets:
-    """One bucket for each dtype and `kind` of gradient; at most `depth` reductions are in flight.
-
-    A bucket that waits holds references only. Its storage is the staging flat of a reduction: as large as the gradients
-    in it, allocated from the flush until the result is settled. A gradient above the size makes one larger flat, once,
-    and nothing is left when the backward is over.
-
-    `size` is in elements. `start(parts)` issues the reduction of {id: gradient} on `reductions`. All ranks add
-    the same gradients in the same order.
-    """
-
-    def __init__(
-        self, size: int, depth: int, reductions: Reductions, start: Callable[[dict[int, torch.Tensor]], None]
-    ) -> None:
-        self._size, self._depth = size, depth
-        self._reductions, self._start = reductions, start
-        self._waiting: dict[tuple[str, Hashable], dict[int, torch.Tensor]] = {}
-        self._numels: Counter[tuple[str, Hashable]] = Counter()
-
-    def add(self, key: int, gradient: torch.Tensor, kind: Hashable) -> None:
-        """One more gradient; first flushes the bucket that it does not fit into, then the one that it fills."""
-        name = (str(gradient.dtype), kind)
-        parts = self._waiting.get(name, {})
-        if key in parts:
-            parts[key] = parts[key] + gradient  # out of place: a gradient may be a tensor that the graph still reads
-            return
-        if parts and self._numels[name] + gradient.numel() > self._size:
-            self._flush(name)
-        self._waiting.setdefault(name, {})[key] = gradient
-        self._numels[name] += gradient.numel()
-        if self._numels[name] >= self._size:
-            self._flush(name)
-
-    def flush(self) -> None:
-        """Starts the reduction of everything that waits, in the order in which the buckets were begun."""
-        for name in list(self._waiting):
-            self._flush(name)
-
-    def _flush(self, name: tuple[str, Hashable]) -> None:
-        parts = self._waiting.pop(name)
-        del self._numels[name]
-        while len(flying := self._reductions.in_flight) >= self._depth:
-            self._reductions.settle(flying[0])
-        self._start(parts)
-
-    def abort(self) -> None:
-        """Forgets everything that waits."""
-        self._waiting.clear()
-        self._numels.clear()
-
-
 class WindowGradients:
     """The reductions of one runtime by name. `gradients` counts the bytes of sums and partitions.
 
-    `bucket_size` is in elements; at most `depth` reductions are in flight. `check()` is called after each backward
-    that has reduced, and before the next one begins.
+    There is one reduce bucket for each dtype of gradients that all ranks hold whole, and of others. One that waits
+    holds references only. Its storage is the staging flat of a reduction: as large as the gradients in it, allocated
+    from the flush until the result is settled. A gradient above `bucket_size`, in elements, makes one larger flat.
+    At most `depth` reductions are in flight. All ranks add the same gradients in the same order.
+
+    `check()` is called after each backward that has reduced, and before the next one begins. `rehearses`: True if
+    results are zeros and no buffer is written.
     """
 
     def __init__(
@@ -97,14 +51,18 @@ class WindowGradients:
         depth: int,
         gradients: Gauge,
         check: Callable[[], None],
+        rehearses: bool = False,
     ) -> None:
         self._registry, self._reductions = registry, reductions
-        self._rank, self._gradients = registry.rank, gradients
-        self._buckets = ReduceBuckets(bucket_size, depth, reductions, self._start)
+        self._rank, self._gradients, self._rehearses = registry.rank, gradients, rehearses
+        self._size, self._depth, self._check = bucket_size, depth, check
+        self._waiting: dict[tuple[torch.dtype, bool], dict[int, torch.Tensor]] = {}
+        """by dtype, and whether all ranks hold them whole, the gradients by parameter"""
+        self._numels: Counter[tuple[torch.dtype, bool]] = Counter()
         self._layouts: dict[tuple[tuple[int, ...], torch.dtype], SharesLayout] = {}
         self._sums: dict[int, _Sum] = {}
         self._written: set[int] = set()
-        """parameters whose first result of the window is in its target, or on the way: later ones are added"""
+        """parameters whose first result of the window is in its target: later ones are added"""
         self._partition: GradientPartition | None = None
         self._update: bool | None = None
         """True if the present backward ends the window; None before the first"""
@@ -115,7 +73,6 @@ class WindowGradients:
         """the autograd backward that has contributed and not finished"""
         self._count = self._checked = 0
         """reductions, and those that there were at the last check"""
-        self._check = check
         self._forwards = False
         """True once a forward of the next window has begun"""
 
@@ -123,7 +80,7 @@ class WindowGradients:
         self.check_finished()
         if self._update and not self._ended:
             raise EngineError("start_backward: the updating backward was not ended; call end_backward or zero_grad()")
-        self._buckets.flush()
+        self._flush_all()
         self._check_reductions()
         if self._update is not False:
             self._written.clear()
@@ -174,11 +131,30 @@ class WindowGradients:
             return  # nothing to reduce, not even padding
         reduces = self._update or graph.reduces_always
         if reduces and parameter.id not in self._sums:
-            self._buckets.add(parameter.id, grad, kind=parameter.shares is None)
+            self._add(parameter, grad)
             return
         self._add_up(parameter.id, grad)
         if reduces:
             self._reduce_sum(parameter.id)
+
+    def _add(self, parameter: RegisteredParameter, gradient: torch.Tensor) -> None:
+        """One more to be reduced; first flushes the bucket that it does not fit into, then the one that it fills."""
+        name = (gradient.dtype, parameter.shares is None)
+        parts = self._waiting.get(name, {})
+        if (earlier := parts.get(parameter.id)) is not None:
+            parts[parameter.id] = earlier + gradient  # out of place: a gradient may be one that the graph still reads
+            return
+        if parts and self._numels[name] + gradient.numel() > self._size:
+            self._flush(name)
+        self._waiting.setdefault(name, {})[parameter.id] = gradient
+        self._numels[name] += gradient.numel()
+        if self._numels[name] >= self._size:
+            self._flush(name)
+
+    def _flush_all(self) -> None:
+        """Starts the reduction of everything that waits, in the order in which the buckets were begun."""
+        for name in list(self._waiting):
+            self._flush(name)
 
     def _add_up(self, ds_id: int, grad: torch.Tensor) -> None:
         if (old := self._sums.get(ds_id)) is None:
@@ -193,8 +169,7 @@ class WindowGradients:
         """Hands the sum over as a gradient would be: in the dtype of the gradients, unless another is stated."""
         value, of = self._sums.pop(ds_id)
         self._gradients.add(-value.nbytes)
-        shares = self._registry.parameters[ds_id].shares
-        self._buckets.add(ds_id, value.to(self._reductions.dtype or of), kind=shares is None)
+        self._add(self._registry.parameters[ds_id], value.to(self._reductions.dtype or of))
 
     def _note_task(self) -> None:
         """In a backward of autograd: its end reduces the gradients that have come together."""
@@ -205,7 +180,7 @@ class WindowGradients:
 
     def _task_ended(self) -> None:
         self._task = None
-        self._buckets.flush()
+        self._flush_all()
         if self._settle_at_end:
             self._finish()
         self._check_reductions()
@@ -214,7 +189,7 @@ class WindowGradients:
         self._registry.graph(graph_id)
         self._check_begun("end_backward")
         if release_reduce_buckets is False:
-            self._buckets.flush()
+            self._flush_all()
         elif release_reduce_buckets or current_graph_task() < 0:
             self._finish()
         else:
@@ -230,9 +205,9 @@ class WindowGradients:
         if self._update:
             for ds_id in sorted(self._sums):  # ranks may have registered the parameters in another order
                 self._reduce_sum(ds_id)
-        self._buckets.flush()
+        self._flush_all()
         self._reductions.settle_all()
-        if self._update:
+        if self._update and not self._rehearses:
             for parameter in self._registry.parameters.values():  # those of forgotten graphs, too
                 if parameter.agreed and parameter.id not in self._written and parameter.buffer is not None:
                     parameter.buffer.zero_()  # no gradient in the whole window: not the last one's, either
@@ -245,24 +220,24 @@ class WindowGradients:
         if ds_id in self._written and old is not None:
             grad_buffer.copy_(old.view_as(grad_buffer))
 
-    def _start(self, parts: dict[int, torch.Tensor]) -> None:
+    def _flush(self, name: tuple[torch.dtype, bool]) -> None:
+        """Starts the reduction of one bucket."""
+        parts = self._waiting.pop(name)
+        del self._numels[name]
+        while len(flying := self._reductions.in_flight) >= self._depth:
+            self._reductions.settle(flying[0])
         ids = tuple(sorted(parts))  # regardless of the order in which this rank was handed them
         first = parts[ids[0]]
-        dtype = self._reductions.dtype or first.dtype
-        layout = self._layout(ids, dtype)
-        # Results are settled in the order in which they are issued, so this is known now.
-        fresh = frozenset(ids) - self._written
+        layout = self._layout(ids, self._reductions.dtype or first.dtype)
         self._count += 1
         self._reductions.start(
             self._count,
             {slot: parts[ds_id] for slot, ds_id in enumerate(ids)},
             layout,
             first,
-            partial(self._deliver, ids, layout, fresh),
+            partial(self._deliver, ids, layout),
             whole=layout.whole,
-            out=self._direct(ids[0], layout, dtype) if fresh and len(ids) == 1 else None,
         )
-        self._written.update(ids)
 
     def _layout(self, ids: tuple[int, ...], dtype: torch.dtype) -> SharesLayout:
         layout = self._layouts.get((ids, dtype))
@@ -276,26 +251,20 @@ class WindowGradients:
             self._layouts[ids, dtype] = layout
         return layout
 
-    def _direct(self, ds_id: int, layout: SharesLayout, dtype: torch.dtype) -> torch.Tensor | None:
-        """The target itself, where it can take the result of its window's first reduction without a copy."""
-        buffer = self._registry.parameters[ds_id].buffer
-        numel = layout.numel if layout.whole else layout.chunks[self._rank]
-        if buffer is None or buffer.dtype != dtype or buffer.numel() != numel:
-            return None
-        return buffer.view(-1)
-
     @torch.no_grad()
-    def _deliver(self, ids: tuple[int, ...], layout: SharesLayout, fresh: frozenset[int], result: torch.Tensor) -> None:
+    def _deliver(self, ids: tuple[int, ...], layout: SharesLayout, result: torch.Tensor) -> None:
+        if self._rehearses:
+            return
         places = layout.places(self._rank)
         for slot, ds_id in enumerate(ids):
             target, padding = self._target(self._registry.parameters[ds_id])
             piece = result.narrow(0, places.get(slot, 0), target.numel())
-            if ds_id not in fresh:
+            if ds_id in self._written:
                 target.add_(piece)
-                continue
-            if piece.data_ptr() != target.data_ptr():  # else the reduction wrote it
+            else:
                 target.copy_(piece)
-            padding.zero_()
+                padding.zero_()
+                self._written.add(ds_id)
 
     def _target(self, parameter: RegisteredParameter) -> tuple[torch.Tensor, torch.Tensor]:
         """[elements] this rank's share of the parameter's gradient, where the optimizer will read it; its padding."""
@@ -335,7 +304,8 @@ class WindowGradients:
 
     def zero_grad(self) -> None:
         """Aborts the window: after a skipped step or an exception, on all ranks."""
-        self._buckets.abort()
+        self._waiting.clear()
+        self._numels.clear()
         self._reductions.abort()
         self._gradients.add(-sum(each.value.nbytes for each in self._sums.values()))
         self._sums.clear()

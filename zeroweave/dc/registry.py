@@ -191,22 +191,6 @@ class Registry:
                 shares = agree_on_shares(parameter.name, parameter.numel, held)
             self.parameters[parameter.id] = replace(parameter, shares=shares, agreed=True)
 
-    def rehearsal(self) -> Registry:
-        """The same parameters and graphs, with their own flats and gradient buffers.
-
-        All buffers are views of one, as large as the largest: what is written there is not used.
-        """
-        buffers = [p.buffer for p in self.parameters.values() if p.buffer is not None]
-        largest = max((buffer.nbytes for buffer in buffers), default=0)
-        scratch = torch.zeros(largest, dtype=torch.uint8, device=self.device)
-        twin = Registry(self._control, self.device, self._make_flat)
-        twin.graphs.update(self.graphs)
-        for ds_id, p in self.parameters.items():
-            buffer = None if p.buffer is None else scratch[: p.buffer.nbytes].view(p.buffer.dtype).view(p.buffer.shape)
-            flat = None if p.flat is None else self._make_flat(p.flat.layout, p.flat.shard)
-            twin.parameters[ds_id] = replace(p, buffer=buffer, flat=flat)
-        return twin
-
     def parameter(self, ds_id: int) -> RegisteredParameter:
         if ds_id not in self.parameters:
             raise ParameterError(f"no parameter with ds_id {ds_id} is registered")

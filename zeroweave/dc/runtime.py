@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from itertools import repeat
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
 from zeroweave._torch.distributed import end_process_group
 from zeroweave.comm.ledger import Ledger
@@ -19,12 +22,11 @@ from zeroweave.comm.transport import ReduceOp
 from zeroweave.comm.wire import Wire
 from zeroweave.comm.wrappers import fenced
 from zeroweave.config import RuntimeConfig
-from zeroweave.dc.gathers import Gathers
 from zeroweave.dc.gradients import WindowGradients
 from zeroweave.dc.registered_buffer import BufferedGathers, buffered
 from zeroweave.dc.registry import RegisteredParameter, Registry
 from zeroweave.dc.targets import GradientPartition
-from zeroweave.errors import ConfigError, EngineError
+from zeroweave.errors import ConfigError, EngineError, ParameterError
 from zeroweave.ranks.control import Agreement, Control
 from zeroweave.ranks.start import groups_at_end
 from zeroweave.runtime.flat import ShardedFlat
@@ -35,11 +37,10 @@ _GRAPHS: Final[WeakValueDictionary[int, Runtime]] = WeakValueDictionary()
 
 
 class _Parts(NamedTuple):
-    """A registry, and what carries out the steps of its parameters and graphs."""
+    """A registry, and the gradients of its parameters."""
 
     registry: Registry
     gradients: WindowGradients
-    gathers: Gathers
 
 
 class Runtime:
@@ -86,10 +87,15 @@ class Runtime:
         self.transport = Wire(fenced(self._buffered or plain, self.device, self.config), self.device)
         make_flat = partial(ShardedFlat, transport=self.transport, gauge=self.ledger.gauge("flats"))
         self._bucket_size = initial_reduce_bucket_size
-        self._real: _Parts | None = self._parts_of(Registry(self._control, self.device, make_flat))
+        registry = Registry(self._control, self.device, make_flat)
+        self._real: _Parts | None = _Parts(registry, self._gradients_of(registry))
         self._rehearsal: _Parts | None = None
         """while profiling: what acts in the place of `_real`"""
         self._checks = 0
+        self._prefetched: set[int] = set()
+        """parameters that a prefetch holds for the next `allgather_param`"""
+        self._releases: Counter[int] = Counter()
+        """how many of its users have released a parameter"""
 
     def _agree_on_settings(self, bucket_size: int) -> None:
         """Collective. ConfigError where ranks differ: they would reduce in different ways, or wait for each other."""
@@ -101,14 +107,13 @@ class Runtime:
                     f"on rank {rank}"
                 )
 
-    def _parts_of(self, registry: Registry) -> _Parts:
+    def _gradients_of(self, registry: Registry, rehearses: bool = False) -> WindowGradients:
         config, ledger = self.config, self.ledger
         op: ReduceOp = "predivide" if config.pre_div_reduce else "average"
         dtype = None if config.reduce_dtype is None else getattr(torch, config.reduce_dtype)
         reductions = Reductions(self.transport, op, dtype, ledger.gauge("reduce buckets"))
         buckets = self._bucket_size, 2 if config.double_buffer else 1
-        gradients = WindowGradients(registry, reductions, *buckets, ledger.gauge("gradients"), self._check)
-        return _Parts(registry, gradients, Gathers(registry, self.transport))
+        return WindowGradients(registry, reductions, *buckets, ledger.gauge("gradients"), self._check, rehearses)
 
     @property
     def _parts(self) -> _Parts:
@@ -193,17 +198,25 @@ class Runtime:
         The first forward after a window drops all that is gathered. Each further one until a backward begins drops what
         is held only because it is persistent or prefetched. What they use is gathered again.
         """
-        _, gradients, gathers = self._parts
+        gradients = self._parts.gradients
         if self._outgrown:
             self.lazy_init_symm_memory()
         if gradients.begin_forward():
-            gathers.renew()
+            self._drop_all()
+            for _, flat in self._sharded():
+                increment_version(flat.flat)  # a backward that saved a view of the old values raises
         elif not gradients.in_window:
-            gathers.reset_idle()
+            for parameter, flat in self._sharded():
+                if flat.holds == parameter.persistent + (parameter.id in self._prefetched):
+                    self._prefetched.discard(parameter.id)
+                    del self._releases[parameter.id]
+                    flat.drop()
 
     def end_forward(self) -> None:
         """The forward is over. Storage that a tensor still viewed at its release is freed if none views it any more."""
-        self._parts.gathers.sweep()
+        for _, flat in self._sharded():
+            if not flat.holds:
+                flat.free()
 
     def start_backward(self, update: bool) -> None:
         """A backward begins; `update`: its end is the end of the window.
@@ -220,7 +233,7 @@ class Runtime:
         False leaves it to a later call.
         """
         self._parts.gradients.end_backward(graph_id, release_reduce_buckets)
-        self._parts.gathers.sweep()
+        self.end_forward()
 
     def _check(self) -> None:
         if self.config.check_every_step and not self.is_profiling():
@@ -246,7 +259,7 @@ class Runtime:
     def zero_grad(self) -> None:
         """Aborts the window, and resets all that is gathered: after a skipped step or an exception, on all ranks."""
         self._parts.gradients.zero_grad()
-        self._parts.gathers.reset()
+        self._drop_all()
 
     def shape_of(self, graph_id: int, ds_id: int) -> tuple[int, ...]:
         """The full shape of a parameter of a graph."""
@@ -259,18 +272,34 @@ class Runtime:
 
         ParameterError for a `dtype` other than that of the partition `ds_tensor`.
         """
-        return self._parts.gathers.allgather_param(ds_tensor, graph_id, ds_id, dtype)
+        parameter, flat = self._find(graph_id, ds_id, ds_tensor, dtype)
+        if ds_id in self._prefetched:
+            self._prefetched.remove(ds_id)  # with the hold that the prefetch took
+        else:
+            _unshard(parameter, flat)
+        return flat.flat[: parameter.numel].view(parameter.shape)  # one tensor more that views the flat, not two
 
     def wait_allgather(self, gathered: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
         """Makes what `allgather_param` returned usable on the current stream; returns it."""
-        return self._parts.gathers.wait_allgather(gathered, graph_id, ds_id)
+        parameter, flat = self._find(graph_id, ds_id)
+        if not flat.holds:
+            raise EngineError(f"wait_allgather: {parameter.name} is not gathered")
+        flat.wait()
+        return gathered
 
     def release_param(self, gathered: torch.Tensor, graph_id: int, ds_id: int, n_users: int = 1) -> None:
         """Drops the hold at the last of `n_users` calls. The last hold frees the storage, in stream order.
 
         The storage stays while any tensor but `gathered` views it; `gathered` itself must not be read any more.
         """
-        self._parts.gathers.release_param(gathered, graph_id, ds_id, n_users)
+        parameter, flat = self._find(graph_id, ds_id)
+        self._releases[ds_id] += 1
+        if self._releases[ds_id] < n_users:
+            return
+        del self._releases[ds_id]
+        if not flat.holds:
+            raise EngineError(f"release_param: {parameter.name} is not gathered")
+        flat.reshard(handed_in=1)
 
     def prefetch_params_fused(
         self,
@@ -283,7 +312,46 @@ class Runtime:
 
         Nothing is started where one of them is refused; `dtypes` as the `dtype` of `allgather_param`.
         """
-        self._parts.gathers.prefetch_params_fused(graph_id, ds_tensors, ds_ids, dtypes)
+        wanted: dict[int, tuple[RegisteredParameter, ShardedFlat]] = {}
+        for ds_tensor, ds_id, dtype in zip(ds_tensors, ds_ids, dtypes or repeat(None, len(ds_ids)), strict=True):
+            found = self._find(graph_id, ds_id, ds_tensor, dtype)
+            if ds_id not in self._prefetched:
+                wanted[ds_id] = found
+        with self.transport.together():
+            for ds_id, (parameter, flat) in wanted.items():
+                self._prefetched.add(ds_id)
+                _unshard(parameter, flat)
+
+    def _find(
+        self, graph_id: int, ds_id: int, given: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[RegisteredParameter, ShardedFlat]:
+        """A sharded parameter of the graph. `given` must be its registered partition, `dtype` that of the partition."""
+        _, parameter = self._parts.registry.of(graph_id, ds_id)
+        flat = parameter.flat
+        if flat is None:
+            raise ParameterError(f"{parameter.name} is not sharded; register it with register_z3_param")
+        at = (flat.shard.data_ptr(), flat.shard.numel(), flat.dtype)
+        if given is not None and (given.data_ptr(), given.numel(), given.dtype) != at:
+            raise ParameterError(
+                f"{parameter.name}: {given.dtype} {list(given.shape)} is not the memory that was registered as its "
+                f"partition ({flat.dtype} [{flat.shard.numel()}]); hand in that tensor, not a copy"
+            )
+        if dtype not in (None, flat.dtype):
+            raise ParameterError(
+                f"{parameter.name} is gathered in {flat.dtype}, the dtype of its partition, not in {dtype}; cast what "
+                "wait_allgather returns"
+            )
+        return parameter, flat
+
+    def _sharded(self) -> list[tuple[RegisteredParameter, ShardedFlat]]:
+        return [(p, p.flat) for p in self._parts.registry.parameters.values() if p.flat is not None]
+
+    def _drop_all(self) -> None:
+        """Drops every hold."""
+        self._prefetched.clear()
+        self._releases.clear()
+        for _, flat in self._sharded():
+            flat.drop()
 
     def lazy_init_symm_memory(self) -> None:
         """Makes the registered buffer as large as the largest sharded parameter that a rank has registered. Collective.
@@ -291,9 +359,9 @@ class Runtime:
         The first forward calls it, and so does the first one after a graph was registered. It does nothing where the
         buffer is large enough, without a buffer (`symmetric_memory`), and while profiling.
         """
-        registered = self._parts.registry.parameters.values()
+        sizes = [flat.layout.nbytes for _, flat in self._sharded()]
         if self._buffered is not None and not self.is_profiling():
-            self._buffered.reserve(max((p.flat.layout.nbytes for p in registered if p.flat is not None), default=0))
+            self._buffered.reserve(max(sizes, default=0))
             self._outgrown = False
 
     def free_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -308,20 +376,21 @@ class Runtime:
 
         While it is on, gathers give copies of this rank's partition, and reductions zeros. Gradient buffers, partitions
         and the last window's values stay as they are, and `take_gradients` gives zeros. `ledger` counts nothing,
-        `planned` what would have been sent. It costs one buffer as large as the largest gradient buffer.
+        `planned` what would have been sent. Persistent parameters are gathered again, then and afterwards.
         """
         parts = self._parts
         if on == self.is_profiling():
             return
         parts.gradients.check_finished()
-        if parts.gradients.in_window or parts.gathers.held:
+        if parts.gradients.in_window or any(flat.holds > p.persistent for p, flat in self._sharded()):
             raise EngineError(
                 f"enable_profiling({on}) in the middle of a window: call it when the updating backward has ended and "
                 "gathered parameters are released, or after zero_grad()"
             )
+        self._drop_all()
         if not on:
-            self.zero_grad()  # the rehearsal's
-        self._rehearsal = self._parts_of(parts.registry.rehearsal()) if on else None
+            parts.gradients.zero_grad()  # the rehearsal's
+        self._rehearsal = parts._replace(gradients=self._gradients_of(parts.registry, True)) if on else None
         self.transport.skip(on)
 
     def is_profiling(self) -> bool:
@@ -355,6 +424,12 @@ class Runtime:
         self._real.registry.parameters.clear()
         self._real = None
         self._ends.close()
+
+
+def _unshard(parameter: RegisteredParameter, flat: ShardedFlat) -> None:
+    if parameter.persistent and not flat.holds:
+        flat.unshard()  # a hold that no release drops
+    flat.unshard()
 
 
 def _failure_of(control: Control) -> Callable[[], bool]:

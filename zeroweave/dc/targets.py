@@ -36,20 +36,17 @@ def agree_on_shares(name: str, numel: int, held: Sequence[tuple[int, int]]) -> t
 
     `held`: per rank (elements of its buffer, offset). A buffer that holds the whole gradient may be anywhere in
     the caller's memory, so its offset says nothing; a shorter one begins at element `offset` of the gradient.
-    ParameterError, naming `name` and the ranks, where the shares leave gaps, overlap or reach too far.
+    ParameterError, with `name`, where the shares leave gaps, overlap or reach too far.
     """
     if all(count == numel for count, _ in held):
         return None
     shares = [Share(0, numel) if count == numel else Share(at if count else 0, count) for count, at in held]
-    reached = 0
-    for start, rank in sorted((share.start, rank) for rank, share in enumerate(shares) if share.numel):
-        if start != reached:
-            what = f"nobody holds elements {reached} to {start}" if start > reached else "ranks hold the same elements"
-            raise ParameterError(f"{name}: the gradient buffers do not fit together at rank {rank}: {what}")
-        reached += shares[rank].numel
-    if reached != numel:
-        what = f"nobody holds elements {reached} to {numel}" if reached < numel else f"they hold {reached} elements"
-        raise ParameterError(f"{name}: the gradient buffers do not fit together: {what} of {numel}")
+    ranges = sorted((share.start, share.start + share.numel) for share in shares if share.numel)
+    ends, starts = [0, *(stop for _, stop in ranges)], [*(start for start, _ in ranges), numel]
+    for end, start in zip(ends, starts, strict=True):
+        if end != start:
+            what = f"no rank holds elements {end} to {start}" if end < start else f"several ranks hold element {start}"
+            raise ParameterError(f"{name}: the gradient buffers do not fit together: {what} of {numel}")
     return tuple(shares)
 
 

@@ -49,9 +49,9 @@ from zeroweave.schedule.instructions import Update as Update
 from zeroweave.schedule.instructions import Wait as Wait
 from zeroweave.schedule.kinds import WindowKind as WindowKind
 from zeroweave.schedule.kinds import WindowKinds as WindowKinds
-from zeroweave.schedule.measured import Measured as Measured
 from zeroweave.schedule.passes import PASSES as PASSES
 from zeroweave.schedule.passes import Pass as Pass
+from zeroweave.schedule.record import Measured as Measured
 from zeroweave.schedule.record import Moment as Moment
 from zeroweave.schedule.record import Operation as Operation
 from zeroweave.schedule.record import Operations as Operations

@@ -87,7 +87,8 @@ def is_event(instruction: Instruction) -> bool:
 def reductions(schedule: Schedule) -> list[tuple[int, int, int]]:
     """Of each reduction: its event, by number, its index, and that of the ``Settle`` that makes its result usable."""
     events = list(accumulate(map(is_event, schedule.instructions)))
-    return [(events[index] - 1, index, settle) for settle, index in schedule.reductions.items()]
+    pairs = schedule.producers.items()
+    return [(events[at] - 1, at, settle) for settle, at in pairs if isinstance(schedule.instructions[at], Reduce)]
 
 
 def _in_flight(schedule: Schedule, reduced: Iterable[tuple[int, int, int]]) -> list[int]:
@@ -170,10 +171,16 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     a call's activations for theirs. Costs must be the record's.
     """
     _check(schedule, costs)
-    copies, held = _Copies(costs), held_by_reductions(schedule, costs.held)
+    held = held_by_reductions(schedule, costs.held)
     flats, away = flats_of(schedule), away_of(schedule, costs.moves)
     now = copied = 0.0  # of the compute lane; seconds of gathers by copy engine
     free = {False: 0.0, True: 0.0}  # of the lanes of collectives: by kernel, by copy engine
+    idle = 0.0  # of the lane of copies
+    there: dict[tuple[Call, int], float] = {}  # when each call's last copy is done
+    nbytes = {move.key: move.nbytes for move in costs.moves}
+    needed: dict[int, list[tuple[Call, int]]] = {}  # by the event after the need
+    for move in costs.moves:
+        needed.setdefault(move.until, []).append(move.key)
     event = -1
     over: dict[int, float] = {}
     waits: dict[int, float] = {}
@@ -205,7 +212,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         if behind is not None and not isinstance(instruction, Unshard | Reshard | Reload | Stage):
             now, behind = compute(*behind), None
         if is_event(instruction):
-            now = wait(index, copies.needed(event + 1))
+            now = wait(index, max((there.get(call, 0.0) for call in needed.get(event + 1, ())), default=0.0))
         starts.append(now)
         match instruction:
             case Unshard() if index in schedule.gathers:
@@ -222,9 +229,11 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
                 else:
                     behind = index, costs.compute[event]
             case Offload(call, number) | Reload(call, number):
-                spans.append(copies.start(index, (call, number), now))
+                start = max(now, idle)
+                idle = there[call, number] = start + costs.copy(nbytes.get((call, number), 0))
+                spans.append(Span("copy", index, start, idle))
             case Release(call, number):
-                now = wait(index, copies.over[call, number])
+                now = wait(index, there[call, number])
             case Update(bucket):
                 now = compute(index, costs.update.get(bucket, 0.0))
         activations = max(0, costs.activations[event] - away[index]) if event >= 0 else 0
@@ -233,28 +242,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         now = compute(*behind)
     seconds = max(now, *free.values())
     return Prediction(seconds, tuple(starts), waits, tuple(memory), tuple(spans), copied=copied, over=over)
-
-
-class _Copies:
-    """Moves of activations. over: when each call's last copy is done."""
-
-    def __init__(self, costs: Costs) -> None:
-        self._nbytes, self._line = {move.key: move.nbytes for move in costs.moves}, costs.copy
-        self._calls: dict[int, list[tuple[Call, int]]] = {}
-        for move in costs.moves:
-            self._calls.setdefault(move.until, []).append(move.key)
-        self._free = 0.0
-        self.over: dict[tuple[Call, int], float] = {}
-
-    def start(self, index: int, call: tuple[Call, int], now: float) -> Span:
-        """A copy is issued."""
-        start = max(now, self._free)
-        self._free = self.over[call] = start + self._line(self._nbytes.get(call, 0))
-        return Span("copy", index, start, self._free)
-
-    def needed(self, event: int) -> float:
-        """When everything is there that is needed directly before an event."""
-        return max((self.over.get(call, 0.0) for call in self._calls.get(event, ())), default=0.0)
 
 
 def _check(schedule: Schedule, costs: Costs) -> None:

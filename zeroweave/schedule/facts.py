@@ -6,21 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, linear_regression
-from typing import Annotated, Final, Literal, TypeAlias
-
-from pydantic import Field
+from typing import Final, Literal, TypeAlias
 
 from zeroweave.errors import ScheduleError
-from zeroweave.schedule.moves import Move, beyond, merge
+from zeroweave.schedule.moves import Move, merge
 
 _SLIGHT: Final = 256
 """A bucket with less than 1/256 of the bytes of the largest one is slight; see `Facts.load`."""
 
-
 Kind: TypeAlias = Literal["all_gather", "reduce_scatter"]
-
-IN_FILES: Final = {"kept_by_stage": "keep", "keep": "retain"}
-"""What saved schedules call two of the facts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +89,6 @@ class Costs:
         def line(lines: Sequence[Line]) -> Line:
             return Line(max(one.alpha for one in lines), max(one.beta for one in lines))
 
-        def stays(rank: Costs) -> list[int]:
-            if not rank.peak:  # memory is not counted
-                return list(rank.activations)
-            more = beyond(moves, rank.moves, len(rank.activations))
-            return [nbytes + each for nbytes, each in zip(rank.activations, more, strict=True)]
-
-        moves = merge([r.moves for r in ranks])
         return cls(
             compute=tuple(map(max, zip(*(r.compute for r in ranks), strict=True))),
             update=most([r.update for r in ranks]),
@@ -109,11 +96,11 @@ class Costs:
             reductions=most([r.reductions for r in ranks]),
             gather=line([r.gather for r in ranks]),
             reduce=line([r.reduce for r in ranks]),
-            activations=tuple(map(max, zip(*map(stays, ranks), strict=True))),
+            activations=tuple(map(max, zip(*(r.activations for r in ranks), strict=True))),
             filled=max(r.filled for r in ranks),
             resident=max(r.resident for r in ranks),
             copy=line([r.copy for r in ranks]),
-            moves=moves,
+            moves=merge([r.moves for r in ranks]),
             room=min(r.room for r in ranks),
             held=tuple(map(max, zip(*(r.held for r in ranks), strict=True))),
         )
@@ -156,9 +143,9 @@ class Facts:
     allow, 1 where nothing was measured (see passes/prefetch.py).
     update_by_bucket: update each bucket as soon as its last reduction has settled; possible where the
     optimizer needs nothing global (no clipping, no overflow check).
-    free: free unused activations before the optimizer (see passes/free.py).
+    free: free unused activations before the optimizer (see passes/before_update.py).
     offload: keep activations in host memory until they are needed (see passes/offload.py).
-    stage: begin to copy each bucket for a checkpoint before it is updated (see passes/stage.py).
+    stage: begin to copy each bucket for a checkpoint before it is updated (see passes/before_update.py).
     keep: buckets that stay gathered from one use to the next; "auto": as many as the memory has room for (see
     passes/keep.py).
     placed: buckets that are gathered at a fixed address, each in its own place or in one that it shares with others
@@ -172,14 +159,14 @@ class Facts:
     """
 
     buckets: tuple[BucketFacts, ...]
-    kept_by_stage: Annotated[frozenset[int], Field(alias=IN_FILES["kept_by_stage"])]
+    kept_by_stage: frozenset[int]
     depth: int
     prefetch: int | Literal["auto"]
     update_by_bucket: bool
     free: bool = False
     offload: bool = False
     stage: bool = False
-    keep: Annotated[frozenset[int] | Literal["auto"], Field(alias=IN_FILES["keep"])] = frozenset()
+    keep: frozenset[int] | Literal["auto"] = frozenset()
     placed: frozenset[int] = frozenset()
     copied: frozenset[int] = frozenset()
     replicated: frozenset[int] = frozenset()

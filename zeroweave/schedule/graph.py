@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -31,7 +31,8 @@ gathered. gradient: a reduction needs the gradient, its settling the result, the
 gather needs what the drop before it freed, a drop the last call that reads. lane: collectives run in the order of their
 issue, those by copy engine concurrently with the others."""
 
-_End: TypeAlias = tuple[float, tuple[int, Reason] | None]
+_Chain: TypeAlias = tuple[int, "_Chain | None"]
+"""An index, and those before it."""
 
 
 @dataclass(frozen=True)
@@ -55,44 +56,35 @@ class Graph:
         No schedule of this record with these gathers is faster, however its instructions are moved in time.
         """
         # For each instruction when the compute stream is past it, and when the collective that it starts is over
-        # (the former again, where it starts none); after each, which of these it waited for.
-        past: list[_End] = []
-        over: list[_End] = []
-        for index, (compute, send) in enumerate(self._seconds(costs)):
-            arrived: _End = (0.0, None)  # the compute stream's turn
-            free: _End = (0.0, None)  # the lane's as well
+        # (the former again, where it starts none); with the chain of instructions that lead there.
+        past: list[tuple[float, _Chain | None]] = []
+        over: list[tuple[float, _Chain | None]] = []
+        event = -1
+        for index, instruction in enumerate(self.schedule.instructions):
+            arrived: tuple[float, _Chain | None] = (0.0, None)  # the compute stream's turn
+            free = arrived  # the lane's as well
             for other, reason in self.before.get(index, ()):
-                end: _End = ((past if reason in ("compute", "storage") else over)[other][0], (other, reason))
+                end = (past if reason in ("compute", "storage") else over)[other]
                 if reason != "lane":  # the compute stream continues while the collective before is under way
                     arrived = max(arrived, end, key=itemgetter(0))
                 free = max(free, end, key=itemgetter(0))
-            past.append((arrived[0] + compute, arrived[1]))
-            over.append(past[-1] if send is None else (free[0] + send, free[1]))
-        ends = [max(pair, key=itemgetter(0)) for pair in zip(past, over, strict=True)]
-        if not ends:
-            return 0.0, ()
-        at = max(range(len(ends)), key=lambda index: ends[index][0])
-        (longest, source), path = ends[at], [at]
-        while source is not None:
-            at, reason = source
-            path.append(at)
-            source = (past if reason in ("compute", "storage") else over)[at][1]
+            seconds = 0.0
+            if is_event(instruction):
+                event += 1
+                seconds = costs.compute[event]
+            elif isinstance(instruction, Update):
+                seconds = costs.update.get(instruction.bucket, 0.0)
+            past.append((arrived[0] + seconds, (index, arrived[1])))
+            if index in self.schedule.sends:
+                over.append((free[0] + collective_seconds(self.schedule, index, costs), (index, free[1])))
+            else:
+                over.append(past[-1])
+        longest, chain = max(past + over, key=itemgetter(0), default=(0.0, None))
+        path: list[int] = []
+        while chain is not None:
+            index, chain = chain
+            path.append(index)
         return longest, tuple(reversed(path))
-
-    def _seconds(self, costs: Costs) -> Iterator[tuple[float, float | None]]:
-        """Seconds of the compute stream for each instruction, and of the collective that it starts, if any."""
-        event = -1
-        for index, instruction in enumerate(self.schedule.instructions):
-            event += is_event(instruction)
-            compute, send = costs.compute[event] if is_event(instruction) else 0.0, None
-            match instruction:
-                case Unshard() if index not in self.schedule.gathers:
-                    pass
-                case Unshard() | Reduce():
-                    send = collective_seconds(self.schedule, index, costs)
-                case Update(b):
-                    compute = costs.update.get(b, 0.0)
-            yield compute, send
 
 
 def dependencies(schedule: Schedule) -> Graph:

@@ -2,28 +2,13 @@
 
 Buckets are named by their integer ids. Everything here is frozen and hashable and knows no torch.
 
-Instructions
-    ``Unshard`` takes a hold on a bucket; the first hold starts the all-gather. ``Wait`` makes the gathered values
-    usable. ``Run`` starts a call, which reads the buckets in ``uses`` until it ends. ``Reshard`` drops a hold; the
-    storage goes with the last one. ``Reduce`` starts the reduce-scatter of a bucket's gradients, ``Settle`` copies
-    or adds its result into the gradient shard, ``Update`` runs the optimizer on the bucket's fragments. Where a
-    bucket is replicated, ``Reduce`` and ``Unshard`` stay inside a sharding group: ``ReduceAcross`` starts the
-    reduction of the window's sum across groups, which its own ``Settle`` makes usable, and ``GatherAcross``
-    brings what an ``Update`` has changed to all groups. ``Free`` frees the activations that no backward has
-    used up. ``Offload`` starts to copy what a forward call has saved into host memory, ``Release`` waits for that
-    copy and frees the device memory, ``Reload`` starts to bring it back. The call is the ``number``-th of the
-    step's equal ones, from 0. ``Stage`` starts to copy what a checkpoint wants of a bucket into host memory, before
-    an ``Update`` writes it; while no checkpoint is being saved it does nothing.
+Where a bucket is replicated, ``Reduce`` and ``Unshard`` stay inside a sharding group. ``ReduceAcross`` and
+``GatherAcross`` go across groups.
 
-Ends of calls
-    ``Run`` marks a call's start and, where nothing happens inside the call, also its end. ``End`` is there
-    only for a call inside which another event is (a call nested in it or overlapping it, a ``Reduce``), or
-    while the same call is open twice, where one ``Run`` could not tell which of them ends.
+An ``End`` is there only for a call inside which another event is (a call nested in it or overlapping it, a
+``Reduce``), or while the same call is open twice, where one ``Run`` could not tell which of them ends.
 
-Events
-    What the runtime records of one optimizer step: ``Entered`` and ``Left`` for every call, ``Ready`` where a
-    bucket's gradients of this backward are complete, ``Micro`` at the end of each outermost backward. Where
-    activations may be moved: ``Needed`` where a backward asks for the first time for what a call has saved.
+Events are what the runtime records of one optimizer step.
 """
 
 from __future__ import annotations
@@ -46,82 +31,86 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Unshard:
+class OfBucket:
+    """An instruction about one bucket."""
+
     bucket: int
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    bucket: int
+class OfCall:
+    """An instruction about the ``number``-th, from 0, of the step's equal forward calls."""
+
+    call: Call
+    number: int = 0
+
+
+class Unshard(OfBucket):
+    """Takes a hold on the bucket; the first hold starts the all-gather."""
+
+
+class Wait(OfBucket):
+    """Makes the gathered values usable."""
+
+
+class Reshard(OfBucket):
+    """Drops a hold; the storage goes with the last one."""
+
+
+class Reduce(OfBucket):
+    """Starts the reduce-scatter of the bucket's gradients."""
+
+
+class Settle(OfBucket):
+    """Copies or adds the result of the oldest reduction in flight into the gradient shard."""
+
+
+class ReduceAcross(OfBucket):
+    """Starts the reduction of the window's sum across groups; a ``Settle`` of its own makes it usable."""
+
+
+class GatherAcross(OfBucket):
+    """Brings what an ``Update`` has changed to all groups."""
+
+
+class Update(OfBucket):
+    """Runs the optimizer on the bucket's fragments."""
+
+
+class Stage(OfBucket):
+    """Starts to copy what a checkpoint wants of the bucket into host memory. Nothing while none is being saved."""
+
+
+class Offload(OfCall):
+    """Starts to copy what the call has saved into host memory."""
+
+
+class Release(OfCall):
+    """Waits for that copy and frees the device memory."""
+
+
+class Reload(OfCall):
+    """Starts to bring it back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
+    """Starts a call, which reads the buckets in ``uses``. Where nothing happens inside the call, it ends there, too."""
+
     call: Call
     uses: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class End:
+    """The end of a call."""
+
     call: Call
-
-
-@dataclass(frozen=True, slots=True)
-class Reshard:
-    bucket: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    bucket: int
-
-
-@dataclass(frozen=True, slots=True)
-class Settle:
-    bucket: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceAcross:
-    bucket: int
-
-
-@dataclass(frozen=True, slots=True)
-class GatherAcross:
-    bucket: int
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    bucket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Offload:
-    call: Call
-    number: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    call: Call
-    number: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Reload:
-    call: Call
-    number: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    bucket: int
+    """Frees the activations that no backward has used up."""
 
 
 Instruction: TypeAlias = (

@@ -18,7 +18,7 @@ from zeroweave.schedule.record import Step
 
 KINDS: Final = 8
 """The most kinds that are known; the one that has not come for longest is forgotten."""
-_PAST: Final = 256
+_PAST: Final = 64
 """The windows that are remembered. Patterns of half as many are predicted."""
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class WindowKind:
         self.followed = followed
         """windows that followed it"""
         self.steps: list[Step] = []
-        """those of them that were timed"""
+        """those of them that were timed, maybe by another record that sends the same"""
         self._known_as = {schedule.fingerprint}
 
     def is_of(self, schedule: Schedule, work: int) -> bool:
@@ -65,8 +65,7 @@ class WindowKind:
 
     def timed(self, step: Step) -> None:
         """A window that followed the schedule was timed."""
-        # Another record may send the same: then the ranks continue together, but not with those times.
-        self.steps = [each for each in self.steps if each.schedule is step.schedule] + [step]
+        self.steps.append(step)
 
     def measure(self, costs: Costs) -> None:
         """All ranks have agreed on the costs of the schedule."""
@@ -132,24 +131,16 @@ class WindowKinds:
 def expected(past: Sequence[T]) -> T:
     """What followed most often after the longest earlier run of windows in the order of the last ones.
 
-    This is the core of "prediction by partial matching" (Cleary and Witten, 1984), without its probabilities; the runs
-    are found in linear time by the Z algorithm. The latest decides between equals. Where the last window is the first
-    of its kind, another one like it is expected. `past` has at least one.
+    The latest decides between equals. Where the last window is the first of its kind, another one like it is expected.
+    `past` has at least one.
     """
     back = past[::-1]
-    if back.count(back[0]) == len(back):  # as in most programs: found out at no cost
-        return back[0]
-    alike = [0] * len(back)
-    """of each window but the last: how many up to it came in the order of the last ones"""
-    left = right = 0
-    for index in range(1, len(back)):
-        run = min(right - index, alike[index - left]) if index < right else 0
-        while index + run < len(back) and back[index + run] == back[run]:
-            run += 1
-        alike[index] = run
-        if index + run > right:
-            left, right = index, index + run
-    longest = max(alike)
-    if not longest:
-        return back[0]
-    return Counter(back[index - 1] for index, run in enumerate(alike) if run == longest).most_common(1)[0][0]
+    alike = [_common(back, back[index:]) for index in range(1, len(back))]
+    longest = max(alike, default=0)
+    found = Counter(back[index] for index, count in enumerate(alike) if count == longest)
+    return found.most_common(1)[0][0] if longest else back[0]
+
+
+def _common(one: Sequence[T], other: Sequence[T]) -> int:
+    """How many elements are equal from the start on."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))

@@ -1,12 +1,14 @@
-"""What was measured of a step: each instruction's time, each collective's, and the costs that follow."""
+"""What was measured of a step: each instruction's time, each collective's, the costs that follow, and its file."""
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median_high
+from typing import Any
 
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule.build import Schedule
@@ -24,6 +26,7 @@ from zeroweave.schedule.facts import Costs, Kind, Line
 from zeroweave.schedule.graph import Graph, dependencies
 from zeroweave.schedule.instructions import Instruction, Release, Settle, Update
 from zeroweave.schedule.moves import moves_of
+from zeroweave.schedule.save import Marks, StepMarks, read, write
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,3 +296,53 @@ def _held(step: Step) -> list[int]:
         if moment.before:
             held[event] = moment.before - moment.allocated - sizes[instruction.bucket]
     return held
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How one rank ran its schedule.
+
+    step: one whole step. costs: of all steps that were measured with it. seconds: of making templates and the
+    schedule, by phase. others: further whole steps of the same schedule. about: what the engine told about itself, as
+    JSON has it; None: nothing.
+    """
+
+    step: Step
+    costs: Costs
+    seconds: Mapping[str, float]
+    others: tuple[Step, ...] = ()
+    about: dict[str, Any] | None = None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a JSON file, which is the schedule's as well: `Schedule.load` reads it."""
+        schedule = self.step.schedule
+        steps = tuple(map(_marks, (self.step, *self.others)))
+        marks = Marks(steps, self.costs, dict(self.seconds), self.about)
+        write(path, schedule.instructions, schedule.record, schedule.facts, marks)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Measured | None:
+        """What was saved; None where the file holds a schedule only. ScheduleError as from `Schedule.load`."""
+        schedule, marks = Schedule.load(path), read(path).measured
+        if marks is None:
+            return None
+        name = f"{os.fspath(path)}: measured.steps"
+        step, *others = [_step(schedule, each, f"{name}.{index}") for index, each in enumerate(marks.steps)]
+        return cls(step, marks.costs, marks.seconds, tuple(others), marks.about)
+
+
+def _marks(step: Step) -> StepMarks:
+    return StepMarks(
+        moments=tuple((moment.start, moment.stop, moment.allocated) for moment in step.moments),
+        collectives=tuple((each.kind, each.bucket, each.issued, each.over) for each in step.operations),
+        copies=tuple((each.index, each.nbytes, each.start, each.stop) for each in step.copies),
+    )
+
+
+def _step(schedule: Schedule, marks: StepMarks, name: str) -> Step:
+    """`name`: of the marks, for errors."""
+    count, expected = len(marks.moments), len(schedule.instructions)
+    if count != expected:
+        raise ScheduleError(f"[ZW703] {name}.moments: {count} for {expected} instructions")
+    moments = [Moment(what, *when) for what, when in zip(schedule.instructions, marks.moments, strict=True)]
+    return Step.of(schedule, moments, marks.collectives, marks.copies)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Union, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, GetPydanticSchema, Tag, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetPydanticSchema, Tag, ValidationError
 
 from zeroweave.errors import ScheduleError
-from zeroweave.schedule.facts import IN_FILES, Costs, Facts, Kind
+from zeroweave.schedule.facts import Costs, Facts, Kind
 from zeroweave.schedule.instructions import Event, Instruction
 
-VERSION: Final = 3
+VERSION: Final = 4
 
 
 def _by_kind(union: Any) -> Any:
@@ -38,21 +38,21 @@ class StepMarks:
 
     moments: tuple[tuple[float, float, int], ...]
     collectives: tuple[tuple[Kind, int, float, float], ...]
-    copies: tuple[tuple[int, int, float, float], ...] = field(default=(), kw_only=True)
+    copies: tuple[tuple[int, int, float, float], ...]
 
 
 @dataclass(frozen=True)
-class Marks(StepMarks):
-    """What one rank measured: the step that is shown, and more.
+class Marks:
+    """What one rank measured: steps, of which the first one is shown, and what follows from them.
 
-    costs: of all steps that were measured with it. seconds: of making templates and the schedule, by phase. others:
-    further steps. about: what the engine told about itself, in a form that its writer defines.
+    costs: of all steps. seconds: of making templates and the schedule, by phase. about: what the engine told about
+    itself, in a form that its writer defines.
     """
 
+    steps: Annotated[tuple[StepMarks, ...], Field(min_length=1)]
     costs: Costs
     seconds: dict[str, float]
-    others: tuple[StepMarks, ...] = ()
-    about: dict[str, Any] | None = None
+    about: dict[str, Any] | None
 
 
 class File(BaseModel):
@@ -60,7 +60,7 @@ class File(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True)
 
-    version: Literal[3]
+    version: Literal[4]
     facts: Facts
     record: tuple[Annotated[Event, _ByKind], ...]
     instructions: tuple[Annotated[Instruction, _ByKind], ...]
@@ -75,10 +75,9 @@ def write(
     measured: Marks | None = None,
 ) -> None:
     """Writes one schedule, each instruction and event on its own line."""
-    named = {IN_FILES.get(name, name): value for name, value in asdict(facts).items()}
     parts = {
         "version": json.dumps(VERSION),
-        "facts": json.dumps(named, default=sorted),  # frozensets
+        "facts": json.dumps(asdict(facts), default=sorted),  # frozensets
         "record": _lines(record),
         "instructions": _lines(instructions),
     }

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import Protocol
 
 from zeroweave.errors import ScheduleError
-from zeroweave.schedule.facts import Facts
 from zeroweave.schedule.instructions import (
     Call,
     End,
-    Event,
     Free,
     GatherAcross,
     Instruction,
+    OfBucket,
+    OfCall,
     Offload,
     Reduce,
     ReduceAcross,
@@ -29,37 +28,7 @@ from zeroweave.schedule.instructions import (
     project,
     reduce_order,
 )
-from zeroweave.schedule.moves import Move
-
-
-class Listing(Protocol):
-    """What is verified: a `Schedule`, which is not imported because it verifies what it loads."""
-
-    @property
-    def instructions(self) -> tuple[Instruction, ...]: ...
-
-    @property
-    def record(self) -> tuple[Event, ...]: ...
-
-    @property
-    def facts(self) -> Facts: ...
-
-    @property
-    def calls(self) -> dict[tuple[Call, int], tuple[int, int]]: ...
-
-    @property
-    def moves(self) -> dict[tuple[Call, int], Move]: ...
-
-    @property
-    def places(self) -> dict[int, int]: ...
-
-    @property
-    def lasting(self) -> frozenset[int]: ...
-
-    @property
-    def stays(self) -> frozenset[int]: ...
-
-    def describe(self, instruction: Instruction) -> str: ...
+from zeroweave.schedule.listing import Listing
 
 
 def verify(schedule: Listing) -> None:
@@ -68,8 +37,8 @@ def verify(schedule: Listing) -> None:
     Values: a call's buckets are unsharded and waited for when it runs and until it ends; no hold is dropped that was
     not taken, none while a call or a gather still needs the storage, and none is left at the end but on a bucket that
     stays and was waited for, which no update changes. A kept bucket is gathered exactly once in addition. All of that
-    holds whether what stays is there at the start or not. Places: a bucket that copy engines gather has one, and no
-    other bucket is there while it is gathered. Gradients: only trainable buckets are reduced, each at least once;
+    holds whether what stays is there at the start or not. Places: no other bucket is in a bucket's place while that is
+    gathered. Gradients: only trainable buckets are reduced, each at least once;
     every reduction is settled before the bucket's next and before its update; at most ``depth`` are in flight, as
     `Facts.load` counts them, and none at an update unless ``update_by_bucket``; every trainable bucket is updated
     exactly once, and after the first update nothing is run, reduced or gathered. Replicated buckets: reduced across
@@ -112,9 +81,7 @@ class _State:
     def __init__(self, schedule: Listing) -> None:
         self.facts = schedule.facts
         self.lasting = schedule.lasting
-        self.places, self.stays = schedule.places, schedule.stays
-        self.placed = self.facts.placed - self.stays
-        """buckets that have a place where they are gathered"""
+        self.places = schedule.places
         self.lying: dict[int, int] = {}  # place -> the bucket that is there
         self.open_calls: dict[Call, list[tuple[int, ...]]] = {}
         self.holds = dict.fromkeys(self.facts.by_id, 0)
@@ -133,7 +100,7 @@ class _State:
 
     def step(self, index: int, instruction: Instruction) -> None:
         """Apply one instruction; ScheduleError, which says why, where it is wrong."""
-        buckets = self._buckets(instruction)
+        buckets = (instruction.bucket,) if isinstance(instruction, OfBucket) else getattr(instruction, "uses", ())
         if unknown := [bucket for bucket in buckets if bucket not in self.facts.by_id]:
             raise ScheduleError(f"unknown bucket {unknown[0]}")
         behind = Settle | ReduceAcross | Update | GatherAcross | Reshard
@@ -184,16 +151,8 @@ class _State:
                 if any(self.open_calls.values()):
                     raise ScheduleError("a call is still running")
                 self.freed = True
-            case Offload() | Release() | Reload():
+            case OfCall():
                 self.moves.move(index, instruction)
-
-    @staticmethod
-    def _buckets(instruction: Instruction) -> tuple[int, ...]:
-        if isinstance(instruction, Run):
-            return instruction.uses
-        if isinstance(instruction, End | Free | Offload | Release | Reload):
-            return ()
-        return (instruction.bucket,)
 
     def _unshard(self, bucket: int) -> None:
         if not self.holds[bucket]:
@@ -201,16 +160,10 @@ class _State:
                 raise ScheduleError("the bucket is kept and must be gathered once")
             self.gathers[bucket] += 1
             self.waited.discard(bucket)
-            self._lie(bucket)
+            place = self.places.get(bucket)
+            if place is not None and self.lying.setdefault(place, bucket) != bucket:
+                raise ScheduleError(f"{self.facts.name(self.lying[place])} lies in place {place}")
         self.holds[bucket] += 1
-
-    def _lie(self, bucket: int) -> None:
-        """From now on the bucket is in its place, if it has one."""
-        place = self.places.get(bucket)
-        if (place is not None) != (bucket in self.placed):
-            raise ScheduleError("whether a bucket has a place is for the facts to say")
-        if place is not None and self.lying.setdefault(place, bucket) != bucket:
-            raise ScheduleError(f"{self.facts.name(self.lying[place])} lies in place {place}")
 
     def _run(self, call: Call, uses: tuple[int, ...], lasts: bool) -> None:
         for bucket in uses:
@@ -315,7 +268,7 @@ class _Moves:
         for call, event in self.needs.items():
             self.needed.setdefault(event - 1, []).append(call)
         self.events = 0
-        self.last: dict[tuple[Call, int], Offload | Release | Reload] = {}
+        self.last: dict[tuple[Call, int], OfCall] = {}
 
     def event(self) -> None:
         """The next event: activations must be where it needs them."""
@@ -324,7 +277,7 @@ class _Moves:
                 raise ScheduleError(f"what {call[0].name} has saved is needed behind this, and not on its way back")
         self.events += 1
 
-    def move(self, index: int, instruction: Offload | Release | Reload) -> None:
+    def move(self, index: int, instruction: OfCall) -> None:
         """Activations begin to leave, are gone, or begin to come back."""
         key = instruction.call, instruction.number
         before, self.last[key] = self.last.get(key), instruction

@@ -129,10 +129,10 @@ def refused(buffers: list[Any], stages: tuple[int, int, int] = (2, 2, 2)) -> tup
 @pytest.mark.parametrize(
     ("buffers", "reason"),
     [
-        ([(4, 0), (3, 4), (2, 8)], "nobody holds elements 7 to 8"),
-        ([(4, 0), (3, 4), (2, 7)], "nobody holds elements 9 to 10"),
-        ([(5, 0), (3, 4), (3, 7)], "hold the same elements"),
-        ([(10, 0), (3, 4), (0, 0)], "hold"),
+        ([(4, 0), (3, 4), (2, 8)], "no rank holds elements 7 to 8"),
+        ([(4, 0), (3, 4), (2, 7)], "no rank holds elements 9 to 10"),
+        ([(5, 0), (3, 4), (3, 7)], "several ranks hold element 4"),
+        ([(10, 0), (3, 4), (0, 0)], "several ranks hold element 4"),
         ([(10, 0), None, (10, 0)], "some ranks registered a grad_buffer and some did not"),
     ],
 )

@@ -1,8 +1,7 @@
 """The passes of a schedule, in the order in which they run.
 
-A pass is a pure function ``Schedule -> Schedule`` in its own file. It adds, drops or moves communication
-only: the sequence of ``Run``, ``End`` and ``Reduce`` belongs to the record. It changes nothing where it does
-not apply.
+A pass is a pure function ``Schedule -> Schedule``. It adds, drops or moves communication only: the sequence of
+``Run``, ``End`` and ``Reduce`` belongs to the record. It changes nothing where it does not apply.
 """
 
 from __future__ import annotations
@@ -11,13 +10,11 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.passes.free import free
-from zeroweave.schedule.passes.insert import insert
-from zeroweave.schedule.passes.keep import keep
+from zeroweave.schedule.passes.before_update import free, stage
+from zeroweave.schedule.passes.keep import insert, keep
 from zeroweave.schedule.passes.offload import offload
 from zeroweave.schedule.passes.prefetch import prefetch
 from zeroweave.schedule.passes.settle import settle
-from zeroweave.schedule.passes.stage import stage
 
 Pass: TypeAlias = Callable[[Schedule], Schedule]
 

@@ -130,44 +130,27 @@ def _calls_ahead(schedule: Schedule, ahead: int) -> Schedule:
     buckets adds nothing: 1 + prefetch buckets where calls use one bucket each and do not nest. Prefetch 0
     changes nothing, nor does a second application.
     """
-    stretches = _Stretches(schedule)
-    if not ahead or not stretches.runs:
+    runs: list[int] = []  # the index of each Run
+    stretch: list[int] = []  # and the number of its stretch
+    first = [0]  # of each stretch, the number of its first Run
+    last: tuple[frozenset[int], Phase] | None = None
+    for index, instruction in enumerate(schedule.instructions):
+        if isinstance(instruction, Run):
+            key = (frozenset(instruction.uses), instruction.call.phase) if instruction.uses else last
+            if last is not None and key != last:
+                first.append(len(runs))
+            last = key
+            stretch.append(len(first) - 1)
+            runs.append(index)
+    if not ahead or not runs:
         return schedule
+    stretch.append(len(first))  # of what comes after the last Run
     moved: dict[int, list[Instruction]] = {}  # index -> Unshards to issue before it
     taken: set[int] = set()
     for index, _, behind, wait in _gathers(schedule):
-        first = stretches.first[max(0, stretches.of[stretches.next(wait)] - ahead)]
-        target = max(first, stretches.next(behind))
-        if target < len(stretches.runs) and (slot := schedule.slot(stretches.runs[target])) < index:
+        ahead_of = first[max(0, stretch[bisect_left(runs, wait)] - ahead)]
+        target = max(ahead_of, bisect_left(runs, behind))
+        if target < len(runs) and (slot := schedule.slot(runs[target])) < index:
             moved.setdefault(slot, []).append(schedule.instructions[index])
             taken.add(index)
     return schedule.rearranged(moved, taken)
-
-
-class _Stretches:
-    """The Runs of a schedule, numbered from 0, and the stretches they form.
-
-    runs[r]: index of Run r. of[r]: its stretch; of what comes after the last Run, one more. first[s]: the first Run of
-    stretch s.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.runs: list[int] = []
-        self.of: list[int] = []
-        self.first: list[int] = [0]
-        last: tuple[frozenset[int], Phase] | None = None
-        for index, instruction in enumerate(schedule.instructions):
-            if not isinstance(instruction, Run):
-                continue
-            if instruction.uses:
-                key = (frozenset(instruction.uses), instruction.call.phase)
-                if last is not None and key != last:
-                    self.first.append(len(self.runs))
-                last = key
-            self.of.append(len(self.first) - 1)
-            self.runs.append(index)
-        self.of.append(len(self.first))
-
-    def next(self, index: int) -> int:
-        """The first Run after an instruction; one more than there are if none follows."""
-        return bisect_left(self.runs, index)

@@ -29,8 +29,7 @@ def settle(schedule: Schedule) -> Schedule:
     taken: set[int] = set()
     for index, instruction in enumerate(instructions):
         match instruction:
-            case Settle() if index in schedule.reductions:
-                reduction = schedule.reductions[index]
+            case Settle() if (reduction := schedule.producers[index]) in prediction.over:
                 # Both indices and times go up, and the event of a reduction begins before it is over.
                 found = bisect_left(begins, prediction.over[reduction], lo=bisect_right(events, reduction))
                 event = events[found] if found < len(events) else index

@@ -1,5 +1,6 @@
-"""Operators for a user's graphs: `torch.ops.zeroweave.*`, and the same under other namespaces on request.
+"""Functions of the default `Runtime`, and operators for a user's graphs.
 
+The operators are `torch.ops.zeroweave.*`, and the same under other namespaces on request.
 What a compiler may do to them follows from their schemas. Arguments marked as written (`Tensor(a!)`) are not
 written; the mark keeps the operator in a graph whose results are not used, after everything that computes or
 reads the argument before it and before everything that reads it afterwards:
@@ -17,19 +18,69 @@ The mark cannot say that communication reads and writes memory later than the op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from zeroweave._torch.inductor import inductor_reads_first
-from zeroweave.dc.default import as_function, free_threshold
+from zeroweave.config import RuntimeConfig
 from zeroweave.dc.runtime import Runtime, runtime_of
 from zeroweave.errors import EngineError
 from zeroweave.runtime.storages import free_storages, owners_beside
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_default: Runtime | None = None
+
+
+def init(
+    process_group: dist.ProcessGroup | None = None,
+    config: RuntimeConfig | Mapping[str, Any] | object = None,
+    initial_reduce_bucket_size: int = 1 << 27,
+) -> Runtime:
+    """Makes the default `Runtime`. EngineError while there is one: `cleanup` first. Collective."""
+    global _default
+    if _default is not None:
+        raise EngineError("zeroweave.dc is initialised already: call cleanup() first, or make a Runtime of your own")
+    _default = Runtime(process_group, config, initial_reduce_bucket_size)
+    return _default
+
+
+def cleanup() -> None:
+    """Ends the default Runtime, if there is one; `init` works again. Collective."""
+    global _default
+    runtime, _default = _default, None
+    if runtime is not None:
+        runtime.cleanup()
+
+
+def free_threshold() -> int:
+    """The `free_activation_threshold` of the default Runtime; that of the settings' defaults while there is none."""
+    config = RuntimeConfig() if _default is None else _default.config
+    return config.free_activation_threshold
+
+
+def of_default(method: Callable[Concatenate[Runtime, P], R]) -> Callable[P, R]:
+    """This method of the Runtime that is the default one when it is called."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _default is None:
+            raise EngineError("there is no runtime: call zeroweave.dc.init first")
+        return method(_default, *args, **kwargs)
+
+    return _as_function(method, call)
+
+
+def _as_function(method: Callable[Concatenate[Runtime, P], R], call: Callable[P, R]) -> Callable[P, R]:
+    """`call`, which looks like the method without its `self`."""
+    signature = inspect.signature(method)
+    call.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])  # type: ignore[attr-defined]
+    return wraps(method)(call)
 
 
 def _of_graph(method: Callable[Concatenate[Runtime, P], R], place: int) -> Callable[P, R]:
@@ -39,7 +90,7 @@ def _of_graph(method: Callable[Concatenate[Runtime, P], R], place: int) -> Calla
         graph_id: Any = kwargs["graph_id"] if "graph_id" in kwargs else args[place]
         return method(runtime_of(graph_id), *args, **kwargs)
 
-    return as_function(method, call)
+    return _as_function(method, call)
 
 
 reduce_grad = _of_graph(Runtime.reduce_grad, 1)

@@ -1,11 +1,26 @@
-"""Stage: what a checkpoint wants of a bucket leaves for host memory long before it is overwritten."""
+"""Free and stage: what has to be done with memory before the first update."""
 
 from __future__ import annotations
 
 from itertools import takewhile
 
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.instructions import Instruction, Run, Stage, Update
+from zeroweave.schedule.instructions import Free, Instruction, Run, Stage, Update
+
+
+def free(schedule: Schedule) -> Schedule:
+    """Put a ``Free`` before the first ``Update``, where ``facts.free`` asks for it.
+
+    Before:  Settle head · Update head · Update blocks.0 …
+    After:   Settle head · Free · Update head · Update blocks.0 …
+
+    A backward uses up what its forward saved for it. What is left then belongs to graphs that were retained or
+    never walked, and from the first update on they can give no gradient any more: their parameters change.
+    """
+    if not schedule.facts.free or Free() in schedule.instructions:
+        return schedule
+    first = next((n for n, i in enumerate(schedule.instructions) if isinstance(i, Update)), None)
+    return schedule if first is None else schedule.rearranged({first: [Free()]})
 
 
 def stage(schedule: Schedule) -> Schedule:
