@@ -46,7 +46,6 @@ class Engine:
         dist.all_reduce(torch.ones(4))
 
     def agree(self) -> None:
-        self.alarm.post_counts(self.step, self.ledger.count)
         self.control.agree(Agreement(self.step, self.ledger.count, 0, b""))
         self.step += 1
 
@@ -290,7 +289,7 @@ def one_skips_a_collective() -> str:
 def test_a_rank_in_a_collective_that_nobody_joins_is_ended(disposable: Pools) -> None:
     first, second = disposable(2).outcomes(one_skips_a_collective)
     assert second.exit_code == 1
-    found = "rank 0 finished step 0 with 1 collectives; rank 1 has issued 2 and is in step 0"
+    found = "rank 0 is at 'agreement of step 0' after 1 collectives; rank 1 has issued 2 and is in step 0"
     assert f"rank 1 is ended by its alarm: {found}" in second.stderr
     # The other one either sees its connection break, or is ended by what rank 1 found.
     assert found in (first.value or "") + first.stderr
@@ -414,6 +413,5 @@ def test_a_forked_child_does_not_speak_for_its_rank(pools: Pools) -> None:
 def test_a_world_of_one() -> None:
     alarm = Alarm(Control(), Ledger(1, 0), lambda: 0)
     assert alarm.failed("forward", 0, ValueError()) and alarm.fatal is None
-    alarm.post_counts(0, 1)
     alarm.close()
     assert not any(thread.name == "zeroweave alarm" for thread in threading.enumerate())

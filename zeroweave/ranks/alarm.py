@@ -49,7 +49,7 @@ from zeroweave._torch.distributed import collectives_begun
 from zeroweave.errors import RankFailure
 from zeroweave.ranks.channel import LOOK_SECONDS
 from zeroweave.ranks.control import NO_ANSWER, Control
-from zeroweave.ranks.coordinator import PARTING_SECONDS, POLL_SECONDS
+from zeroweave.ranks.coordinator import PARTING_SECONDS
 from zeroweave.ranks.differ import ADVICE, in_vain
 from zeroweave.ranks.process import (
     RunningClock,
@@ -70,14 +70,16 @@ LOST_SECONDS = 5.0
 """How long an alarm that has lost the coordinator waits for its own process to end or close."""
 _NEWS_SECONDS: Final = 0.3
 """Within this time what the coordinator has sent has come."""
+_POLL_SECONDS: Final = 0.1
+"""How often an alarm looks whether its process has to end, where no message tells it."""
 _LOOKS: Final = 3
 """Looks without the coordinator that count: a job that was suspended as a whole and goes on has an answer before."""
 
 
 class _Verdict(NamedTuple):
-    """What the ranks have decided about a failure, what the others told, and was one missed?"""
+    """Do all ranks share a failure, what have the others told, and was one missed?"""
 
-    found: str
+    alike: bool
     known: Sequence[str]
     missed: bool
 
@@ -114,10 +116,8 @@ class Alarm:
         if control.coordinator is not None:
             control.coordinator.follow(trail)
         self.channel = control.connect("alarm")
-        self._status = Status()
         self._clock = RunningClock()
         self._heard, self._missed_looks = self._clock.look(), 0
-        self._often = False  # does it tell where it is at each poll?
         self._first: Status | None = None  # rank 0's, when it has left
         self._asked: _Asked | None = None  # for a verdict about a failure of this rank; the thread takes it to answer
         self._stop = threading.Event()
@@ -153,13 +153,13 @@ class Alarm:
         told = f"rank {self.rank} failed in {place} at step {step}{self._latest()}"
         self.fatal = f"{told}; it was interrupted before the other ranks had answered"
         try:
-            found, known, missed = self._ask(mine)
+            alike, known, missed = self._ask(mine)
         except BaseException:  # Ctrl-C: this rank goes on nowhere, whatever they decide
             self.channel.post(replace(mine, final=True))
             raise
         if (mine.missed or missed) and (where := write_stacks(self._stacks, self.rank)):
             error.add_note(where.removeprefix("; "))
-        if found == "alike":
+        if alike:
             self.fatal, self._shared = None, mine.error
             if noted is not None:
                 noted.unlink(missing_ok=True)
@@ -178,32 +178,20 @@ class Alarm:
             with suppress(Empty):
                 return asked.answer.get(timeout=LOOK_SECONDS if alive else 0.0)
             if not alive:
-                return _Verdict("different", (), False)
+                return _Verdict(False, (), False)
 
     def _latest(self) -> str:
         """The last collective of this rank, in words: another rank may have issued something else with it."""
         text = self._trail.text_at(self._trail.mark[0])
         return f" behind its '{text}'" if text else ""
 
-    def post_counts(self, step: int, count: int) -> None:
-        """Tells, with the next status, that this rank has issued all its collectives before the agreement of `step`.
-
-        `count`: their number since the beginning. Called before `Control.agree`; a rank that has already
-        issued more and does not come is stuck, and is ended.
-        """
-        if self._there:
-            self._status = replace(self._status, step=step, count=count, steps=self._status.steps + 1)
-
-    def meet(self, place: str, call: str) -> None:
+    def meet(self, place: str) -> None:
         """Returns when all ranks have come to the call of this name, before any of them issues a collective in it.
 
         Else its collectives would meet those of another call. A rank that issues one elsewhere is told who waits here.
         AgreementError where ranks meet in different calls, or one does not come before the deadline.
         """
-        if self._there:
-            meetings, count = self._status.meetings + 1, self._trail.mark[0]
-            self._status = replace(self._status, meetings=meetings, count=count)
-        self._control.barrier(place)
+        self._control.barrier(place, self._trail.mark[0])
 
     def close(self) -> None:
         """Leaves in order: no thread, no message and no action at exit remain. Before `Control.close`.
@@ -225,17 +213,16 @@ class Alarm:
         """Tells where this rank is, hears what the coordinator says, and ends the process where it must."""
         lost, told = None, float("-inf")
         while not self._stop.is_set():
-            period = POLL_SECONDS if self._often else LOOK_SECONDS
             now = self._clock.look()
             if lost is not None or self._first is not None:
-                self._stop.wait(POLL_SECONDS)
+                self._stop.wait(_POLL_SECONDS)
             else:
                 try:
-                    if now - told >= period:
+                    if now - told >= LOOK_SECONDS:
                         told, self._missed_looks = now, self._missed_looks + 1
                         self.channel.flush()
                         self.channel.send(steady(self._here))
-                    message = self.channel.receive(told + period - now)
+                    message = self.channel.receive(told + LOOK_SECONDS - now)
                     if message is not None and self._hears(message):
                         return
                 except ConnectionError:
@@ -253,17 +240,7 @@ class Alarm:
             seconds = self._clock.look() - self._clock.at(since)
             wait = Wait(number, seconds, trail.text_at(number), self._where(number))
         here = self._where(issued) or (trail.call and f"{trail.call}: {ADVICE}")
-        return replace(
-            self._status,
-            issued=issued,
-            hash=digest,
-            latest=trail.text_at(issued),
-            here=here,
-            call=trail.call,
-            at=self._step(),
-            waits=wait,
-            begun=collectives_begun() if self._often else {},
-        )
+        return Status(issued, digest, here, trail.call, self._step(), wait, begun=collectives_begun())
 
     def _where(self, number: int) -> str:
         """Where this rank has issued its collective of that number, in words, and what to do."""
@@ -274,15 +251,11 @@ class Alarm:
         """What the coordinator says. True: there is nothing more to do, since the engine or the process has ended."""
         self._heard, self._missed_looks = self._clock.look(), 0
         match message:
-            case ("heard", (count, digest)) if steady(partial(self._trail.hash_at, count)) not in (None, digest):
+            case ("heard", count, int(digest)) if steady(partial(self._trail.hash_at, count)) not in (None, digest):
                 self.channel.send(("marks", steady(lambda: self._trail.marks)))
-            case ("marks",):
-                self.channel.send(("marks", steady(lambda: self._trail.marks)))
-            case ("often", often):
-                self._often = often
-            case ("verdict", found, known, missed):
-                self._answers(_Verdict(found, known, missed))
-                return bool(found != "alike")
+            case ("verdict", bool(alike), known, missed):
+                self._answers(_Verdict(alike, known, missed))
+                return not alike
             case ("look at", rank, process) if is_stopped(process):
                 self.channel.send(("stopped", rank))
             case ("left", first):
@@ -304,9 +277,9 @@ class Alarm:
         """What this rank can tell without the coordinator that must end its process, and was rank 0 missed?"""
         if self._first is not None:
             issued = self._trail.mark[0]
-            if issued <= self._first.count and self._asked is None:
+            if issued <= self._first.issued and self._asked is None:
                 return None
-            why = f"rank 0 issues no collective after its {self._first.count}: {self._first.left}"
+            why = f"rank 0 issues no collective after its {self._first.issued}: {self._first.left}"
             return f"{why}; this rank has issued {issued} and is in step {self._step()}", False
         if lost is not None:
             over = self._asked is not None or now - lost > LOST_SECONDS
@@ -325,7 +298,7 @@ class Alarm:
 
     def _ends(self, reason: str, missed: bool) -> None:
         """Ends this process, unless its own thread fails by itself."""
-        if self._answers(_Verdict("different", [reason], missed)):
+        if self._answers(_Verdict(False, [reason], missed)):
             return
         where = write_stacks(self._stacks, self.rank) if missed else ""
         if self._control.coordinator is not None:
@@ -349,7 +322,7 @@ class Alarm:
             self._there = False
             return
         self._stop.set()
-        self.channel.post(replace(self._here(), count=self._trail.mark[0], left=how))
+        self.channel.post(replace(self._here(), left=how))
         self._thread.join(PARTING_SECONDS)
         if self._thread.is_alive():  # in the middle of a message that rank 0 does not read
             self.channel.shut()

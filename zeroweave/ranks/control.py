@@ -26,9 +26,10 @@ import torch.distributed as dist
 
 from zeroweave.errors import AgreementError, RankFailure
 from zeroweave.ranks.channel import LOOK_SECONDS, Channel
-from zeroweave.ranks.coordinator import Answer, Brought, Coordinator
+from zeroweave.ranks.coordinator import Answer, Coordinator
 from zeroweave.ranks.process import RunningClock, network, own
 from zeroweave.ranks.start import Rendezvous
+from zeroweave.ranks.status import Brought
 
 _GRACE_SECONDS: Final = 5.0
 """How long behind a deadline the coordinator may be with its answer."""
@@ -180,11 +181,12 @@ class Control:
         if self.world == 1:
             return decide({0: mine})
         data = pickle.dumps(tuple(vars(mine).values()))
-        return Decision(*self._operate("agree", data, f"{place} of step {mine.step}"))
+        return Decision(*self._operate("agree", data, f"{place} of step {mine.step}", count=mine.count))
 
-    def barrier(self, label: str = "barrier") -> None:
-        """Returns when every rank has called it."""
-        self.all_gather_bytes(b"", label)
+    def barrier(self, label: str = "barrier", count: int | None = None) -> None:
+        """Returns when every rank has called it. `count`: see `Brought`."""
+        if self.world > 1:
+            self._operate("gather", b"", label, count=count)
 
     def all_gather_object(self, item: Any, label: str = "all_gather_object") -> list[Any]:
         """Every rank's picklable `item`, in rank order."""
@@ -215,7 +217,9 @@ class Control:
         self.channel, self.coordinator, self.rendezvous = None, None, None
         self.broken = self.broken or "it was closed"
 
-    def _operate(self, kind: str, data: bytes, label: str, deadline_seconds: float | None = None) -> Any:
+    def _operate(
+        self, kind: str, data: bytes, label: str, deadline_seconds: float | None = None, count: int | None = None
+    ) -> Any:
         """Brings this rank's data; what the coordinator makes of all ranks'."""
         if self.broken is not None or self.channel is None:
             raise RankFailure(f"the control group cannot be used again: {self.broken}")
@@ -226,7 +230,7 @@ class Control:
         deadline = deadline_seconds or self.deadline_seconds
         try:
             self.waiting = time.monotonic()
-            answer = self._answer(Brought(label, kind, data, deadline), deadline)
+            answer = self._answer(Brought(label, kind, data, deadline, count), deadline)
         except ConnectionError as error:
             self.broken = f"{error}; rank {self.rank} waited for it at '{label}'"
             raise RankFailure(self.broken) from error
