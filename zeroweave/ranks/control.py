@@ -181,12 +181,12 @@ class Control:
         if self.world == 1:
             return decide({0: mine})
         data = pickle.dumps(tuple(vars(mine).values()))
-        return Decision(*self._operate("agree", data, f"{place} of step {mine.step}", count=mine.count))
+        return Decision(*self._operate("agree", data, f"{place} of step {mine.step}", issued=mine.count))
 
-    def barrier(self, label: str = "barrier", count: int | None = None) -> None:
-        """Returns when every rank has called it. `count`: see `Brought`."""
+    def barrier(self, label: str = "barrier", issued: int | None = None) -> None:
+        """Returns when every rank has called it. `issued`: see `Brought`."""
         if self.world > 1:
-            self._operate("gather", b"", label, count=count)
+            self._operate("gather", b"", label, issued=issued)
 
     def all_gather_object(self, item: Any, label: str = "all_gather_object") -> list[Any]:
         """Every rank's picklable `item`, in rank order."""
@@ -218,7 +218,7 @@ class Control:
         self.broken = self.broken or "it was closed"
 
     def _operate(
-        self, kind: str, data: bytes, label: str, deadline_seconds: float | None = None, count: int | None = None
+        self, kind: str, data: bytes, label: str, deadline_seconds: float | None = None, issued: int | None = None
     ) -> Any:
         """Brings this rank's data; what the coordinator makes of all ranks'."""
         if self.broken is not None or self.channel is None:
@@ -230,7 +230,7 @@ class Control:
         deadline = deadline_seconds or self.deadline_seconds
         try:
             self.waiting = time.monotonic()
-            answer = self._answer(Brought(label, kind, data, deadline, count), deadline)
+            answer = self._answer(Brought(label, kind, data, deadline, issued), deadline)
         except ConnectionError as error:
             self.broken = f"{error}; rank {self.rank} waited for it at '{label}'"
             raise RankFailure(self.broken) from error

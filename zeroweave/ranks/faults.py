@@ -28,9 +28,9 @@ _ACTIONS: Final = ("kill", "hang", "slow")
 _VALUES: Final = {"phase": "|".join(PHASES), "rank": r"\d+", "step": r"\d+", "seconds": r"\d+(\.\d+)?"}
 """Keys, and a pattern of what each may be."""
 _FORM: Final = (
-    f"{VARIABLE} must be like 'kill:rank=1,step=7,phase=backward': one of the actions {', '.join(_ACTIONS)}, and "
-    f"each at most once phase (needed: {', '.join(PHASES)}; only rank 0 publishes), rank, step and seconds (of 'slow', which "
-    "needs them)"
+    f"{VARIABLE} must be like 'kill:rank=1,step=7,phase=backward': one of the actions {', '.join(_ACTIONS)}, and each "
+    f"once at most phase (needed: {', '.join(PHASES)}; only rank 0 publishes), rank, step and seconds (only of 'slow', "
+    "which needs them)"
 )
 _T = TypeVar("_T")
 

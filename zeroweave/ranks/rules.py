@@ -58,9 +58,9 @@ def waits_in_vain(members: Sequence[Member], brought: Mapping[int, Brought]) -> 
         if m.status.left
     ]
     ends += [
-        (there.count, f"rank {rank} is at '{there.label}' after {there.count} collectives")
+        (there.issued, f"rank {rank} is at '{there.label}' after {there.issued} collectives")
         for rank, there in brought.items()
-        if there.count is not None
+        if there.issued is not None
     ]
     count, why = min(ends, default=(0, ""))
     for rank, member in enumerate(members):

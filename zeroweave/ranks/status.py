@@ -88,7 +88,7 @@ class Status:
 class Brought(NamedTuple):
     """What a rank brings to an operation: `label` says where it is, `kind` how the ranks' `data` become one answer.
 
-    `count`: the collectives that it has issued, where no rank may issue more before it comes here; None: they may.
+    `issued`: its collectives, where no rank may issue more before it comes here; None: they may.
     It travels as a plain tuple, like the answer: a pickle of that is read in half the time.
     """
 
@@ -96,7 +96,7 @@ class Brought(NamedTuple):
     kind: str
     data: bytes
     deadline: float
-    count: int | None = None
+    issued: int | None = None
 
 
 @dataclass
