@@ -18,8 +18,8 @@ second, where this rank is, and ends the process, with the reason on stderr, whe
    not matter.
 5. Another rank has issued other collectives than this one.
 
-Without the coordinator the thread decides two things itself: that rank 0 has gone without a word, and that it has been
-silent for longer than the deadline while this rank waits.
+Without the coordinator the thread decides three things itself: that rank 0 has gone without a word, that it has been
+silent for longer than the deadline while this rank waits, and that ranks have not met for a process group.
 
 Where a rank was missed for longer than the deadline, in a collective or by the control group, every rank writes
 Python's stacks before it ends.
@@ -62,6 +62,7 @@ from zeroweave.ranks.process import (
     write_stacks,
 )
 from zeroweave.ranks.rules import SILENCE
+from zeroweave.ranks.start import BACKSTOP_SECONDS
 from zeroweave.ranks.status import Failure, Status, Trail, Wait, describe, steady
 
 CAUSE_SECONDS: Final = 2 * LOOK_SECONDS
@@ -286,10 +287,13 @@ class Alarm:
             host = host_of(self._rank_0)
             on = "" if host == host_of(own()) else f" on {host}"
             return (f"the process of rank 0{on} has gone without a word", False) if over else None
-        collective, asked = self._trail.waiting, self._asked
-        waits = [self._control.waiting, asked and asked.since, collective and collective[1]]
+        collective, asked, meets = self._trail.waiting, self._asked, self._control.waiting
+        waits = [meets, asked and asked.since, collective and collective[1]]
         since = max((self._clock.at(time) for time in waits if time is not None), default=None)
         deadline = self._control.deadline_seconds
+        longest = deadline + 2 * BACKSTOP_SECONDS  # a backend's own timeout is over by then
+        if meets is not None and now - self._clock.at(meets) > longest:
+            return f"the ranks have not found each other within the deadline of {deadline:g} s", True
         if since is None or self._missed_looks < _LOOKS or now - max(since, self._heard) <= deadline:
             return None
         if self._missed_looks < SILENCE and not is_stopped(self._rank_0):
