@@ -9,8 +9,8 @@ second, where this rank is, and ends the process, with the reason on stderr, whe
    - it has waited `rules.ALIKE_SECONDS` in such a collective of a process group of the program's own;
    - it has done none of these by the deadline.
    If all ranks fail in the same place, no process is ended, and training can continue.
-2. Another rank has issued all collectives of its step, or has left, and this one has issued more: it waits in
-   a collective that the other will never issue.
+2. Another rank has left, or waits for this one in an agreement or at the beginning of a call, and this one has issued
+   more collectives: it waits in one that the other will not issue.
 3. Another process has ended through an uncaught exception.
 4. A rank has waited in a collective for longer than the deadline. The rank that it waits for has issued fewer
    collectives, and no new one in that time. If that one is silent, too, it is given at least a minute of silence,
@@ -78,7 +78,7 @@ _LOOKS: Final = 3
 
 
 class _Verdict(NamedTuple):
-    """Do all ranks share a failure, what have the others told, and was one missed?"""
+    """`alike`: all ranks share a failure. `known`: what the others told. `missed`: a rank did not come in time."""
 
     alike: bool
     known: Sequence[str]
@@ -275,7 +275,7 @@ class Alarm:
         return asked is not None
 
     def _alone(self, now: float, lost: float | None) -> tuple[str, bool] | None:
-        """What this rank can tell without the coordinator that must end its process, and was rank 0 missed?"""
+        """Why this process must end, as it knows without the coordinator, and True if rank 0 did not come in time."""
         if self._first is not None:
             issued = self._trail.mark[0]
             if issued <= self._first.issued and self._asked is None:

@@ -48,9 +48,9 @@ def alike(members: Sequence[Member], now: float, deadline: float) -> bool | None
 
 
 def waits_in_vain(members: Sequence[Member], brought: Mapping[int, Brought]) -> str | None:
-    """Has a rank issued a collective to which another one will not come?
+    """Which rank has issued a collective to which another one will not come, and why; None where there is none.
 
-    That one has left, or waits in the operation of which these are `brought`, to which the first has not come.
+    The other one has left, or waits for it in the operation of which these are `brought`.
     """
     ends = [
         (m.status.issued, f"rank {rank} issues no collective after its {m.status.issued}: {m.status.left}")
@@ -72,7 +72,7 @@ def waits_in_vain(members: Sequence[Member], brought: Mapping[int, Brought]) -> 
 
 
 def late(members: Sequence[Member], now: float, deadline: float) -> str | None:
-    """Has a rank waited in a collective for longer than the deadline for ranks that have not come to it?
+    """Which ranks have not come to a collective before the deadline of one that waits there; None where there are none.
 
     They have issued fewer, and nothing more for as long. What they say is some time old when it is read: only what
     they have said after the deadline counts, or that they have said nothing for `SILENCE` looks, or that their
