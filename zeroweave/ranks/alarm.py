@@ -14,8 +14,8 @@ second, where this rank is, and ends the process, with the reason on stderr, whe
 3. Another process has ended through an uncaught exception.
 4. A rank has waited in a collective for longer than the deadline. The rank that it waits for has issued fewer
    collectives, and no new one in that time. If that one is silent, too, it is given at least a minute of silence,
-   unless its process is stopped on its machine. How long a rank computes, or is silent, while nobody waits for it does
-   not matter.
+   unless it runs on rank 0's machine and its process is stopped. How long a rank computes, or is silent, while no
+   other rank waits for it does not matter.
 5. Another rank has issued other collectives than this one.
 
 Without the coordinator the thread decides three things itself: that rank 0 has gone without a word, that it has been
@@ -257,8 +257,6 @@ class Alarm:
             case ("verdict", bool(alike), known, missed):
                 self._answers(_Verdict(alike, known, missed))
                 return not alike
-            case ("look at", rank, process) if is_stopped(process):
-                self.channel.send(("stopped", rank))
             case ("left", first):
                 self._first = first
                 self.channel.send(("parted",))

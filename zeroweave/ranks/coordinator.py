@@ -19,7 +19,7 @@ from zeroweave.errors import AgreementError, RankFailure, ZeroweaveError
 from zeroweave.notices import warn
 from zeroweave.ranks.channel import LOOK_SECONDS, WELCOME, Codec, Connection, Forged
 from zeroweave.ranks.differ import Issued, advice, explain, same
-from zeroweave.ranks.process import RunningClock, is_stopped, shares_machine
+from zeroweave.ranks.process import RunningClock, is_stopped
 from zeroweave.ranks.rules import alike, late, waits_in_vain
 from zeroweave.ranks.status import Brought, Failure, Member, Status, Trail, names, nodes, steady, tell
 
@@ -30,7 +30,7 @@ _GREETING_SECONDS: Final = 10.0
 _NEWCOMERS: Final = 256
 """Connections that have not told it yet, at most: this process needs files for other things."""
 _STOPPED: Final = 3
-"""Looks without a sign of life after which it is asked whether a process is stopped."""
+"""Looks without a sign of life after which the coordinator looks whether a process on its machine is stopped."""
 _TOLD: Final = 8
 """Failures that a message tells of, at most."""
 
@@ -244,8 +244,6 @@ class Coordinator:
                 self._differ(rank, marks)
             case ("parted",):
                 member.knows()
-            case ("stopped", other):
-                self._members[other].stops()
 
     def _tell_newcomer(self, rank: int) -> None:
         """What the other alarms have heard before this one came."""
@@ -286,23 +284,17 @@ class Coordinator:
         self._miss(now)
         for stranger in [each for each in self._strangers if now - each.since > _GREETING_SECONDS]:
             self._drop(stranger)
-        for rank, member in enumerate(self._members):
-            if member.there and member.silent() >= _STOPPED:
-                self._look_at(rank)
+        for member in self._members:
+            member.looked()
         if self._ended or self._open:
             return
         if found := waits_in_vain(self._members, self._brought):
             self._end(found)
-        elif found := late(self._members, now, self._deadline):
+            return
+        silent = {rank: member for rank, member in enumerate(self._members) if member.looks > _STOPPED}
+        stopped = {rank for rank, member in silent.items() if is_stopped(member.process)}
+        if found := late(self._members, now, self._deadline, stopped):
             self._end(found, missed=True)
-
-    def _look_at(self, rank: int) -> None:
-        """Asks whether the process of a silent rank is stopped, which another one on its machine sees."""
-        process = self._members[rank].process
-        for other, member in enumerate(self._members):
-            if other != rank and member.looks < _STOPPED and shares_machine(member.process, process):
-                self._send("alarm", [other], "look at", rank, process)
-                return
 
     def _judge(self, now: float) -> None:
         """Decides about the failures that are open, once that is possible."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Final
 
 from zeroweave.ranks.status import Brought, Member, names, nodes
@@ -71,7 +71,7 @@ def waits_in_vain(members: Sequence[Member], brought: Mapping[int, Brought]) -> 
     return None
 
 
-def late(members: Sequence[Member], now: float, deadline: float) -> str | None:
+def late(members: Sequence[Member], now: float, deadline: float, stopped: Set[int] = frozenset()) -> str | None:
     """Which ranks have not come to a collective before the deadline of one that waits there; None where there are none.
 
     They have issued fewer, and nothing more for as long. What they say is some time old when it is read: only what
@@ -80,9 +80,8 @@ def late(members: Sequence[Member], now: float, deadline: float) -> str | None:
     """
     there = {rank: member for rank, member in enumerate(members) if not member.status.left}
     # One may have come, and be stopped in the middle of it.
-    stopped = {rank: member for rank, member in there.items() if member.stopped}
     least = min((member.status.issued for member in there.values()), default=0)
-    missing = stopped or {rank: member for rank, member in there.items() if member.status.issued == least}
+    missing = {rank: m for rank, m in there.items() if (rank in stopped if stopped else m.status.issued == least)}
     for rank, member in there.items():
         wait = member.status.waits
         if wait is None or rank in missing or not (stopped or least < wait.number):
@@ -90,9 +89,9 @@ def late(members: Sequence[Member], now: float, deadline: float) -> str | None:
         begin = max(member.heard - wait.seconds, *(each.changed for each in missing.values()))
         if now - begin <= deadline:
             continue
-        if all(m.stopped or m.gone or m.looks >= SILENCE or m.heard > begin + deadline for m in missing.values()):
+        if stopped or all(m.gone or m.looks >= SILENCE or m.heard > begin + deadline for m in missing.values()):
             on = nodes(members)
-            told = names({each: f"{on[each]} ({_of(missing[each])})" for each in missing})
+            told = names({each: f"{on[each]} ({_of(missing[each], each in stopped)})" for each in missing})
             found = (
                 f"{told} did not come to collective {wait.number} ('{wait.text}') within the deadline of {deadline:g} s"
             )
@@ -100,8 +99,8 @@ def late(members: Sequence[Member], now: float, deadline: float) -> str | None:
     return None
 
 
-def _of(member: Member) -> str:
+def _of(member: Member, stopped: bool) -> str:
     status = member.status
     lasting = f", no sign of life for {member.looks} s" if member.looks >= SILENCE else ""
-    lasting = ", its process has gone" if member.gone else ", its process is stopped" if member.stopped else lasting
+    lasting = ", its process has gone" if member.gone else ", its process is stopped" if stopped else lasting
     return f"{status.call or 'before its first call'}, after {status.issued} collectives{lasting}"

@@ -104,7 +104,7 @@ class Member:
     """A rank, as the coordinator sees it. Times are of its `RunningClock`.
 
     `heard`: when it told its status last, `changed`: when it told of another number of collectives. `looks`: how often
-    nothing new had come from it. `stopped`: its process is, as another one on its machine sees. `gone`: its connection
+    nothing new had come from it. `gone`: its connection
     ended without a word. `parted`: it knows that rank 0 has left. `operations`: of the control group, of which the last
     was at `place`.
     """
@@ -116,7 +116,6 @@ class Member:
     heard: float = 0.0
     changed: float = 0.0
     looks: int = 0
-    stopped: bool = False
     gone: bool = False
     parted: bool = False
     operations: int = 0
@@ -134,15 +133,11 @@ class Member:
     def tells(self, status: Status, now: float) -> None:
         if status.issued != self.status.issued:
             self.changed = now
-        self.status, self.heard, self.looks, self.stopped = status, now, 0, False
+        self.status, self.heard, self.looks = status, now, 0
 
-    def silent(self) -> int:
-        """Looks since it has told something; to be called at each."""
-        self.looks += 1
-        return self.looks - 1
-
-    def stops(self) -> None:
-        self.stopped = True
+    def looked(self) -> None:
+        """The coordinator has looked once more."""
+        self.looks += 1 if self.there else 0
 
     def fails(self, failure: Failure, now: float) -> None:
         self.failure, self.failed = failure, now
