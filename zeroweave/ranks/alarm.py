@@ -85,13 +85,6 @@ class _Verdict(NamedTuple):
     missed: bool
 
 
-class _Asked(NamedTuple):
-    """Since when a rank waits for a verdict, and where that is put."""
-
-    since: float
-    answer: SimpleQueue[_Verdict]
-
-
 class Alarm:
     """One engine's alarm on this rank. Every rank makes one over its `control`.
 
@@ -120,7 +113,8 @@ class Alarm:
         self._clock = RunningClock()
         self._heard, self._missed_looks = self._clock.look(), 0
         self._first: Status | None = None  # rank 0's, when it has left
-        self._asked: _Asked | None = None  # for a verdict about a failure of this rank; the thread takes it to answer
+        self._asked: float | None = None  # since when this rank waits for a verdict; the thread takes it to answer
+        self._verdicts = SimpleQueue[_Verdict]()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zeroweave alarm", daemon=True)
         self._thread.start()
@@ -172,12 +166,12 @@ class Alarm:
 
     def _ask(self, mine: Failure) -> _Verdict:
         """What the ranks decide about the failures that they have now."""
-        asked = self._asked = _Asked(time.monotonic(), SimpleQueue())
+        self._asked = time.monotonic()
         self.channel.post(mine)
         while True:
             alive = self._thread.is_alive()
             with suppress(Empty):
-                return asked.answer.get(timeout=LOOK_SECONDS if alive else 0.0)
+                return self._verdicts.get(timeout=LOOK_SECONDS if alive else 0.0)
             if not alive:
                 return _Verdict(False, (), False)
 
@@ -269,7 +263,7 @@ class Alarm:
         """Tells this rank's own thread, if that waits for it: once."""
         asked, self._asked = self._asked, None
         if asked is not None:
-            asked.answer.put(verdict)
+            self._verdicts.put(verdict)
         return asked is not None
 
     def _alone(self, now: float, lost: float | None) -> tuple[str, bool] | None:
@@ -286,7 +280,7 @@ class Alarm:
             on = "" if host == host_of(own()) else f" on {host}"
             return (f"the process of rank 0{on} has gone without a word", False) if over else None
         collective, asked, meets = self._trail.waiting, self._asked, self._control.waiting
-        waits = [meets, asked and asked.since, collective and collective[1]]
+        waits = [meets, asked, collective and collective[1]]
         since = max((self._clock.at(time) for time in waits if time is not None), default=None)
         deadline = self._control.deadline_seconds
         longest = deadline + 2 * BACKSTOP_SECONDS  # a backend's own timeout is over by then
