@@ -76,12 +76,13 @@ def late(members: Sequence[Member], now: float, deadline: float, stopped: Set[in
 
     They have issued fewer, and nothing more for as long. What they say is some time old when it is read: only what
     they have said after the deadline counts, or that they have said nothing for `SILENCE` looks, or that their
-    processes are stopped or gone. A rank that nobody waits for may be silent for as long as it likes.
+    processes are gone, or `stopped`: such a rank is late even if it has come, as it may be stopped in the middle of the
+    collective. A rank that no other one waits for may be silent for as long as it likes.
     """
     there = {rank: member for rank, member in enumerate(members) if not member.status.left}
-    # One may have come, and be stopped in the middle of it.
     least = min((member.status.issued for member in there.values()), default=0)
-    missing = {rank: m for rank, m in there.items() if (rank in stopped if stopped else m.status.issued == least)}
+    late_ones = stopped or {rank for rank, member in there.items() if member.status.issued == least}
+    missing = {rank: member for rank, member in there.items() if rank in late_ones}
     for rank, member in there.items():
         wait = member.status.waits
         if wait is None or rank in missing or not (stopped or least < wait.number):

@@ -88,7 +88,7 @@ class Status:
 class Brought(NamedTuple):
     """What a rank brings to an operation: `label` says where it is, `kind` how the ranks' `data` become one answer.
 
-    `issued`: its collectives, where no rank may issue more before it comes here; None: they may.
+    `issued`: its collectives so far, of which no rank issues another one before it comes here; None: ranks may.
     It travels as a plain tuple, like the answer: a pickle of that is read in half the time.
     """
 
@@ -104,9 +104,8 @@ class Member:
     """A rank, as the coordinator sees it. Times are of its `RunningClock`.
 
     `heard`: when it told its status last, `changed`: when it told of another number of collectives. `looks`: how often
-    nothing new had come from it. `gone`: its connection
-    ended without a word. `parted`: it knows that rank 0 has left. `operations`: of the control group, of which the last
-    was at `place`.
+    nothing new had come from it. `gone`: its connection ended without a word. `parted`: it knows that rank 0 has left.
+    `operations`: of the control group, of which the last was at `place`.
     """
 
     process: str = ""
@@ -137,7 +136,8 @@ class Member:
 
     def looked(self) -> None:
         """The coordinator has looked once more."""
-        self.looks += 1 if self.there else 0
+        if self.there:
+            self.looks += 1
 
     def fails(self, failure: Failure, now: float) -> None:
         self.failure, self.failed = failure, now
