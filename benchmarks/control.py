@@ -50,7 +50,7 @@ NAMES: Final = {
 def measure(ranks: int, rounds: int) -> dict[str, float]:
     """Forks the ranks, of which this process is the first. The figures by name, see `NAMES`."""
     listener, token = listen("127.0.0.1"), secrets.token_bytes(32)
-    address = Address("127.0.0.1", listener.getsockname()[1], 0, secrets.token_hex(8), own(), token)
+    address = Address("127.0.0.1", listener.getsockname()[1], secrets.token_hex(8), own(), token)
     news, told = os.pipe()
     free, began = _available(), time.monotonic()
     children: list[int] = []

@@ -38,6 +38,7 @@ UNCODED = {
     ("checkpoint/manifest.py", "ValueError"),
     ("checkpoint/plain.py", "ValueError"),
     ("checkpoint/reader.py", "OSError"),
+    ("checkpoint/staging.py", "FileExistsError"),
     ("checkpoint/writer.py", "_Stopped"),
     ("ranks/channel.py", "ConnectionError"),
     ("ranks/channel.py", "Forged"),

@@ -106,13 +106,13 @@ def test_what_is_no_checkpoint_is_not_removed(path: Path, tmp_path: Path) -> Non
     (path / "notes").mkdir()
     (path / "notes" / "manifest.json").write_text("mine")
     (path / "weights.safetensors").write_text("mine")
-    (path / ".two.0.partial").mkdir()
+    (path / ".two.partial").mkdir()
     elsewhere = tmp_path / "elsewhere"
     write(elsewhere, "zero", 0, seed=0)
     (path / "zero").symlink_to(elsewhere / "zero")
     Folder(path).prune(1)
     names = {p.name for p in path.iterdir()}
-    assert names == {"two", "notes", "weights.safetensors", ".two.0.partial", "zero", "latest"}
+    assert names == {"two", "notes", "weights.safetensors", ".two.partial", "zero", "latest"}
     assert is_whole(elsewhere, "zero", 0)
 
 
@@ -198,7 +198,7 @@ def test_savers_that_leave_the_tag_to_the_folder_get_different_ones(path: Path) 
     assert sorted(p.name for p in path.iterdir()) == sorted([*tags, "latest", "one"])
 
 
-def test_the_claim_of_a_saver_that_was_killed_is_swept(path: Path) -> None:
+def test_the_tag_of_a_saver_that_was_killed_is_free(path: Path) -> None:
     begun = threading.Event()
 
     def begin() -> None:
@@ -207,7 +207,7 @@ def test_the_claim_of_a_saver_that_was_killed_is_swept(path: Path) -> None:
         Folder(path).tags()
 
     assert ended_in(begin, begun.is_set)
-    assert list(path.glob(".two.claim"))
+    assert (path / ".two.partial.lock").exists()
     assert Folder(path).begin("two", again=True).place.name == "two"
 
 

@@ -1,4 +1,4 @@
-"""Folders that were made to do harm: no code runs, nothing outside is read or touched, and memory stays small."""
+"""Folders that were made to do harm: no code runs, and nothing outside is read or touched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -138,23 +137,6 @@ def test_a_key_that_is_there_twice(path: Path) -> None:
         assert "twice" in refusal(path)
 
 
-def test_a_manifest_of_lists_and_wrong_entries_takes_little(path: Path) -> None:
-    head = b'","format":"zeroweave checkpoint","version":2,"tag":"one","step":1,"world":1,"stage":1,"files":{},'
-    begin = time.monotonic()
-    replaced(path, sealed(head + b'"tensors":{},"values":{"a":[' + b",".join([b"[]"] * 3_000_000) + b"]}}"))
-    assert "more lists and mappings" in refusal(path)
-    wrong = b",".join(b'"%d":{}' % number for number in range(600_000))
-    replaced(path, sealed(head + b'"tensors":{' + wrong + b'},"values":{}}'))
-    assert "shape: Field required" in refusal(path)
-    assert time.monotonic() - begin < 20
-
-
-def test_a_large_file_that_no_tensor_needs_is_not_read(path: Path) -> None:
-    os.truncate(path / PLACES[2], 8 << 30)
-    republished(path, lambda fields: fields["files"][Path(PLACES[2]).name].update(nbytes=8 << 30))
-    assert f"has {8 << 30} bytes, and" in refusal(path)
-
-
 # ---------------------------------------------------------------------- places
 @pytest.mark.parametrize("name", ["../../outside", "../outside", "/etc/hostname", "sub/../../../outside"])
 def test_nothing_outside_is_named(path: Path, outside: Path, name: str) -> None:
@@ -236,18 +218,6 @@ ENTRY = HEAD + b'"values":{},"tensors":{"x":{"shape":[1],"dtype":"F32","pieces":
 BOMBS: dict[str, Callable[[], bytes]] = {
     "lists in each other": lambda: HEAD + b'"tensors":{},"values":{"a":' + b"[" * MIB,
     "closed lists in each other": lambda: HEAD + b'"tensors":{},"values":{"a":' + b"[" * MIB + b"]" * MIB + b"}}",
-    "pieces that are none": lambda: ENTRY + b"0," * MIB + b"0]}}}",
-    "empty pieces": lambda: ENTRY + b"{}," * MIB + b"{}]}}}",
-    "entries that are none": lambda: (
-        HEAD + b'"values":{},"tensors":{' + b",".join(b'"%d":0' % i for i in range(MIB // 5)) + b"}}"
-    ),
-    "other fields": lambda: (
-        HEAD + b'"values":{},"tensors":{},' + b",".join(b'"%d":0' % i for i in range(MIB // 5)) + b"}"
-    ),
-    "many dimensions": lambda: (
-        HEAD + b'"values":{},"tensors":{"x":{"shape":[' + b"9223372036854775807," * (MIB // 10) + b'1],"dtype":"F32"'
-        b',"pieces":[]}}}'
-    ),
     "2^60 elements": lambda: ENTRY.replace(b'"shape":[1]', b'"shape":[1152921504606846976]') + b"]}}}",
     "2^4000 elements": lambda: (
         ENTRY.replace(b'"shape":[1]', b'"shape":[' + b"4611686018427387904," * 63 + b"1]") + b"]}}}"

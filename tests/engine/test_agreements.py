@@ -15,7 +15,6 @@ from zeroweave.engine.agreements import Agreements
 from zeroweave.engine.guard import Progress
 from zeroweave.errors import AgreementError
 from zeroweave.optim.options import Options
-from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Agreement, Control, Decision
 from zeroweave.ranks.signals import NUMBERS, Notes
 from zeroweave.schedule import compile_schedule
@@ -25,7 +24,7 @@ OPTIONS: Options = {"param_groups[0]": {"lr": 0.1}}
 
 
 class Others:
-    """Stands in for the control group and the alarm; `told` is what this rank told the others."""
+    """Stands in for the control group; `told` is what this rank told the others."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -37,14 +36,11 @@ class Others:
             raise AgreementError("the ranks issued different collectives")
         return Decision(mine.flags, adopt=False)
 
-    def post_counts(self, step: int, count: int) -> None:
-        self.told.append(("counts", step, count))
-
 
 def agreements() -> tuple[Agreements, Others, Wire, Ledger]:
     others, ledger, device = Others(), Ledger(2, 0), torch.device("cpu")
     transport = Wire(LocalTransport(device), device)
-    made = Agreements(cast(Control, others), transport, cast(Alarm, others), Progress(ledger, step=4), Notes(NUMBERS))
+    made = Agreements(cast(Control, others), transport, Progress(ledger, step=4), Notes(NUMBERS))
     return made, others, transport, ledger
 
 
@@ -61,22 +57,17 @@ def test_each_backward_is_compared_by_its_number_in_the_step() -> None:
     others.told.clear()
     found = made.step(b"\1", b"", b"", SCHEDULE, lambda: OPTIONS)
     assert found.decision == Decision(b"\1\0\0", adopt=False)
-    *counts, (place, mine) = others.told
-    assert counts == [("counts", 4, 2)] and place == "agreement" and mine.options
+    [(place, mine)] = others.told
+    assert place == "agreement" and mine.options
     told = Agreement(4, 2, ledger.hash, b"\1\0\0", SCHEDULE.fingerprint, SCHEDULE.shape, options=mine.options)
     assert mine == told
     made.backward()
     assert others.told[-1][0] == "the check after backward 1"
 
 
-def test_a_rank_waits_for_gradients_after_it_has_told_what_it_issued() -> None:
+def test_what_is_not_finite_is_told() -> None:
     made, others, _, _ = agreements()
-
-    def look() -> bool:
-        assert others.told == [("counts", 4, 0)]
-        return True
-
-    made.step(b"", b"", b"", SCHEDULE, lambda: OPTIONS, look)
+    made.step(b"", b"", b"", SCHEDULE, lambda: OPTIONS, lambda: True)
     assert others.told[-1][1].nonfinite
 
 

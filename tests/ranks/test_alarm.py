@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tests.support.harness import Pools
 from tests.support.patience import patient
 from zeroweave.comm.ledger import Ledger
-from zeroweave.ranks import alarm
+from zeroweave.ranks import alarm, control
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Address, Agreement, Control, coordinate, listen
 from zeroweave.ranks.process import own
@@ -46,7 +46,6 @@ class Engine:
         dist.all_reduce(torch.ones(4))
 
     def agree(self) -> None:
-        self.alarm.post_counts(self.step, self.ledger.count)
         self.control.agree(Agreement(self.step, self.ledger.count, 0, b""))
         self.step += 1
 
@@ -178,7 +177,7 @@ def test_a_rank_that_waits_in_a_collective_of_the_programs_own_is_ended(disposab
 def alarms(world: int) -> list[tuple[Alarm, list[str]]]:
     """All ranks of a world in this process, each with what its alarm would have ended it for."""
     listener, made = listen("127.0.0.1"), []
-    address = Address("127.0.0.1", listener.getsockname()[1], 0, "test", own(), b"secret")
+    address = Address("127.0.0.1", listener.getsockname()[1], "test", own(), b"secret")
     coordinator = coordinate(world, listener, b"secret", 3.0)
     for rank in range(world):
         control = Control(rank, world, 3.0, address, None if rank else coordinator)
@@ -204,6 +203,26 @@ def test_four_ranks_fail_alike_and_then_three_of_them() -> None:
     assert len(made[3][1]) == 1 and "rank 0 failed in step at step 7: ValueError: no" in made[3][1][0]
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(Alarm.close, [alarm for alarm, _ in made]))
+
+
+@pytest.mark.matrix
+def test_ranks_that_do_not_meet_for_a_process_group_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alarm, "BACKSTOP_SECONDS", 0.1)
+    monkeypatch.setattr(control, "default_store", dist.HashStore)
+    ranks = alarms(2)
+    (first, _), (second, ends) = ranks
+    for name in ("one", "two"):
+        with second._control.meeting(name) as store:
+            assert not store.check(["key"])
+            store.set("key", "value")
+    assert not ends
+    with second._control.meeting("three"):
+        while not ends:
+            time.sleep(0.1)
+    expected = "rank 1 is ended by its alarm: the ranks have not found each other within the deadline of 3 s"
+    assert ends[0].startswith(expected)
+    for each in (second, first):
+        each.close()
 
 
 class Slow(SimpleQueue[Any]):
@@ -290,7 +309,7 @@ def one_skips_a_collective() -> str:
 def test_a_rank_in_a_collective_that_nobody_joins_is_ended(disposable: Pools) -> None:
     first, second = disposable(2).outcomes(one_skips_a_collective)
     assert second.exit_code == 1
-    found = "rank 0 finished step 0 with 1 collectives; rank 1 has issued 2 and is in step 0"
+    found = "rank 0 is at 'agreement of step 0' after 1 collectives; rank 1 has issued 2 and is in step 0"
     assert f"rank 1 is ended by its alarm: {found}" in second.stderr
     # The other one either sees its connection break, or is ended by what rank 1 found.
     assert found in (first.value or "") + first.stderr
@@ -414,6 +433,5 @@ def test_a_forked_child_does_not_speak_for_its_rank(pools: Pools) -> None:
 def test_a_world_of_one() -> None:
     alarm = Alarm(Control(), Ledger(1, 0), lambda: 0)
     assert alarm.failed("forward", 0, ValueError()) and alarm.fatal is None
-    alarm.post_counts(0, 1)
     alarm.close()
     assert not any(thread.name == "zeroweave alarm" for thread in threading.enumerate())

@@ -22,7 +22,7 @@ TOKEN = b"secret"
 @pytest.fixture
 def address() -> Iterator[Address]:
     listener = listen("127.0.0.1")
-    where = Address("127.0.0.1", listener.getsockname()[1], 0, "test", own(), TOKEN)
+    where = Address("127.0.0.1", listener.getsockname()[1], "test", own(), TOKEN)
     made = coordinate(3, listener, TOKEN, 30.0)
     yield where
     made.close()

@@ -24,33 +24,35 @@ def test_what_is_asked_for() -> None:
 def test_a_job_that_was_started_again_has_no_fault() -> None:
     assert asked("kill:phase=update", TORCHELASTIC_RESTART_COUNT="0") is not None
     assert asked("kill:phase=update", TORCHELASTIC_RESTART_COUNT="1") is None
-    with pytest.raises(ConfigError, match="the actions are"):
+    with pytest.raises(ConfigError, match="one of the actions"):
         asked("die:phase=update", TORCHELASTIC_RESTART_COUNT="1")
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    "text",
     [
-        ("kill", "must be like 'kill:rank=1,step=7,phase=backward', not 'kill'"),
-        ("kill:backward", "not 'kill:backward'"),
-        ("die:phase=forward", "the actions are kill, hang, slow, not 'die'"),
-        ("kill:phase=forward,node=1", "the keys are rank, step, phase, seconds, not 'node'"),
-        ("kill:phase=forward,phase=update", "a key is given twice"),
-        ("kill:rank=1", "the phases are forward, backward, update, stage, write, publish, and one must be given"),
-        ("kill:phase=sleep", "not 'sleep'"),
-        ("kill:phase=forward,rank=one", "rank must be a whole number, not 'one'"),
-        ("kill:phase=forward,step=-1", "step must be a whole number, not '-1'"),
-        ("slow:phase=forward", "'slow' needs seconds"),
-        ("kill:phase=forward,seconds=1", "'slow' needs seconds, and nothing else"),
-        ("slow:phase=forward,seconds=nan", "seconds must be a number from 0 on, not 'nan'"),
-        ("slow:phase=forward,seconds=soon", "not 'soon'"),
-        ("kill:phase=publish,rank=1", "rank 0 publishes checkpoints"),
+        "kill",
+        "kill:backward",
+        "die:phase=forward",
+        "kill:phase=forward,node=1",
+        "kill:phase=forward,phase=update",
+        "kill:rank=1",
+        "kill:phase=sleep",
+        "kill:phase=forward,rank=one",
+        "kill:phase=forward,step=-1",
+        "slow:phase=forward",
+        "kill:phase=forward,seconds=1",
+        "slow:phase=forward,seconds=nan",
+        "slow:phase=forward,seconds=soon",
+        "kill:phase=publish,rank=1",
     ],
 )
-def test_what_means_nothing_is_refused(text: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match="ZEROWEAVE_FAULT") as caught:
+def test_what_means_nothing_is_refused(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"ZEROWEAVE_FAULT must be like .*: one of the actions kill, hang, slow"
+    ) as told:
         asked(text)
-    assert reason in str(caught.value)
+    assert str(told.value).endswith(f", not {text!r}")
 
 
 def test_a_rank_that_does_not_exist() -> None:

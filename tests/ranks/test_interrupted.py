@@ -73,7 +73,7 @@ class Rank:
 @contextmanager
 def two_ranks() -> Iterator[tuple[Rank, Rank]]:
     with listen("127.0.0.1") as listener:
-        address = Address("127.0.0.1", listener.getsockname()[1], 0, "test", own(), b"secret")
+        address = Address("127.0.0.1", listener.getsockname()[1], "test", own(), b"secret")
         coordinator = coordinate(2, listener, b"secret", DEADLINE)
         ranks = [Rank(Control(rank, 2, DEADLINE, address, None if rank else coordinator)) for rank in range(2)]
         yield ranks[0], ranks[1]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from zeroweave.ranks.rules import ALIKE_SECONDS, SILENCE, late, verdict, waits_in_vain
-from zeroweave.ranks.status import Failure, Member, Status, Wait, steady
+from zeroweave.ranks.rules import ALIKE_SECONDS, SILENCE, alike, late, waits_in_vain
+from zeroweave.ranks.status import Brought, Failure, Member, Status, Wait, steady
 
 DEADLINE = 20.0
 
@@ -33,15 +34,15 @@ def say(member: Member, now: float, **changes: Any) -> None:
 
 def test_a_failure_is_open_until_the_deadline_for_who_may_yet_fail_alike() -> None:
     failing, slow = members = world(2, issued=5)
-    assert verdict(members, 0.0, DEADLINE) is None
+    assert alike(members, 0.0, DEADLINE) is None
     failing.fails(failure(), 1.0)
-    assert verdict(members, 1.0 + DEADLINE - 0.1, DEADLINE) is None
-    assert verdict(members, 1.0 + DEADLINE, DEADLINE) == "alone"
+    assert alike(members, 1.0 + DEADLINE - 0.1, DEADLINE) is None
+    assert alike(members, 1.0 + DEADLINE, DEADLINE) is False
     slow.fails(failure(error="another text"), 1.0 + DEADLINE)
-    assert verdict(members, 1.0 + DEADLINE, DEADLINE) == "alike"
+    assert alike(members, 1.0 + DEADLINE, DEADLINE) is True
     for member in members:
         member.survives()
-    assert verdict(members, 99.0, DEADLINE) is None
+    assert alike(members, 99.0, DEADLINE) is None
 
 
 @pytest.mark.parametrize(
@@ -51,15 +52,15 @@ def test_other_failures_are_different_at_once(change: dict[str, Any]) -> None:
     first, second, _ = members = world(3, issued=5)
     first.fails(failure(), 0.0)
     second.fails(failure(**change), 0.0)
-    assert verdict(members, 0.0, DEADLINE) == "different"
+    assert alike(members, 0.0, DEADLINE) is False
 
 
 def test_ranks_that_were_interrupted_do_not_go_on() -> None:
     first, second = members = world(2, issued=5)
     first.fails(failure(interrupted=True), 0.0)
-    assert verdict(members, 0.0, DEADLINE) is None, "the other one gets the time to fail by itself"
+    assert alike(members, 0.0, DEADLINE) is None, "the other one gets the time to fail by itself"
     second.fails(failure(), 0.0)
-    assert verdict(members, 0.0, DEADLINE) == "interrupted"
+    assert alike(members, 0.0, DEADLINE) is False
 
 
 @pytest.mark.parametrize("how", ["collective", "operation", "left", "gone"])
@@ -67,7 +68,7 @@ def test_who_has_gone_on_or_left_can_not_fail_alike(how: str) -> None:
     """It has begun a collective, or an agreement, that the failed rank will never come to."""
     failing, other = members = world(2, issued=5)
     failing.fails(failure(), 0.0)
-    assert verdict(members, 0.1, DEADLINE) is None
+    assert alike(members, 0.1, DEADLINE) is None
     if how == "collective":
         say(other, 0.1, issued=6)
     elif how == "operation":
@@ -76,7 +77,7 @@ def test_who_has_gone_on_or_left_can_not_fail_alike(how: str) -> None:
         say(other, 0.1, left="it closed its engine")
     else:
         other.parts()
-    assert verdict(members, 0.1, DEADLINE) == "alone"
+    assert alike(members, 0.1, DEADLINE) is False
 
 
 @pytest.mark.parametrize(
@@ -93,50 +94,41 @@ def test_who_waits_in_a_collective_of_the_programs_own_is_ended_sooner(ours: dic
     failing, waiting = members = world(2, issued=5)
     failing.fails(failure(begun={"0": 7, "theirs": 1}), 0.0)
     say(waiting, 0.0, begun=ours)
-    assert verdict(members, patience - 0.05, DEADLINE) is None
-    assert verdict(members, patience, DEADLINE) == "alone"
+    assert alike(members, patience - 0.05, DEADLINE) is None
+    assert alike(members, patience, DEADLINE) is False
 
 
 # ---------------------------------------------------------------------- waiting in vain
 
 
+def comes(place: str, count: int | None) -> Brought:
+    return Brought(place, "gather", b"", DEADLINE, count)
+
+
 def test_a_rank_in_a_collective_that_another_one_has_done_without() -> None:
-    first, second, _ = members = world(3)
-    say(first, 0.0, step=4, count=20, steps=5, issued=20)
-    say(second, 0.0, issued=20, at=4)
-    assert waits_in_vain(members) is None, "it may yet reach the agreement"
+    _, second, third = members = world(3, issued=20)
+    brought = {0: comes("agreement of step 4", 20)}
+    say(second, 0.0, at=4)
+    assert waits_in_vain(members, brought) is None, "it may yet reach the agreement"
     say(second, 0.0, issued=21, here="in forward: all ranks must")
-    assert waits_in_vain(members) == (
-        "rank 0 finished step 4 with 20 collectives; rank 1 has issued 21 and is in step 4, in forward: all ranks must"
+    assert waits_in_vain(members, brought) == (
+        "rank 0 is at 'agreement of step 4' after 20 collectives; rank 1 has issued 21 and is in step 4, "
+        "in forward: all ranks must"
     )
-    say(second, 0.0, step=4, count=21, steps=5)
-    assert waits_in_vain(members) is None, "it has reached the agreement, which compares the counts"
-
-
-def test_a_run_that_goes_back_to_an_earlier_step_waits_for_nobody() -> None:
-    """As `load` does. What a rank has told of the steps before is news to nobody then, whenever it is read."""
-    first, second = members = world(2, step=4, steps=2, count=14, issued=14)
-    say(second, 0.0, step=2, steps=3, count=20, issued=25, at=3)
-    assert waits_in_vain(members) is None, "the other may be there, and has not told yet"
-    say(first, 2.0, step=3, steps=4, count=22, issued=22)
-    assert "rank 0 finished step 3 with 22 collectives" in (waits_in_vain(members) or "")
-
-
-def test_a_rank_in_a_collective_while_another_one_meets_the_others() -> None:
-    first, second = members = world(2, issued=3)
-    say(first, 0.0, meetings=1, count=3, call="in state_dict")
-    assert waits_in_vain(members) is None
-    say(second, 0.0, issued=4)
-    assert "rank 0 is in state_dict after 3 collectives; rank 1 has issued 4" in (waits_in_vain(members) or "")
+    assert waits_in_vain(members, {0: comes("the options of step 4", None)}) is None, "this comes between collectives"
+    brought[1] = comes("agreement of step 4", 21)
+    assert waits_in_vain(members, brought) is None, "it has reached the agreement, which compares the counts"
+    say(third, 0.0, issued=21)
+    assert "; rank 2 has issued 21" in (waits_in_vain(members, brought) or "")
 
 
 def test_a_rank_that_left_is_missed_only_in_a_collective() -> None:
     first, second, third = members = world(3, issued=20)
-    say(first, 0.0, count=20, left="it closed its engine")
-    assert waits_in_vain(members) is None
-    say(third, 0.0, count=99, left="it closed its engine")
+    say(first, 0.0, left="it closed its engine")
+    assert waits_in_vain(members, {}) is None
+    say(third, 0.0, issued=99, left="it closed its engine")
     say(second, 0.0, issued=21)
-    assert "rank 0 issues no collective after its 20: it closed its engine" in (waits_in_vain(members) or "")
+    assert "rank 0 issues no collective after its 20: it closed its engine" in (waits_in_vain(members, {}) or "")
 
 
 # ---------------------------------------------------------------------- the deadline
@@ -146,7 +138,14 @@ def wait(number: int, seconds: float, where: str = "") -> Wait:
     return Wait(number, seconds, f"collective {number}", where)
 
 
-def first_word(members: list[Member], first: float, last: float, lives: tuple[int, ...], since: float) -> Any:
+def first_word(
+    members: list[Member],
+    first: float,
+    last: float,
+    lives: tuple[int, ...],
+    since: float,
+    stopped: Set[int] = frozenset(),
+) -> Any:
     """What is said first, and when; those that live tell at each second that nothing is new, and rank 0 waits."""
     now = first
     while now <= last:
@@ -155,8 +154,8 @@ def first_word(members: list[Member], first: float, last: float, lives: tuple[in
                 old = member.status.waits
                 say(member, now, waits=old and replace(old, seconds=now - since))
             else:
-                member.silent()
-        if (found := late(members, now, DEADLINE)) is not None:
+                member.looked()
+        if (found := late(members, now, DEADLINE, stopped)) is not None:
             return now, found
         now += 1.0
     return None
@@ -223,7 +222,7 @@ def test_a_silent_rank_that_is_missed_is_late_after_a_while() -> None:
 @pytest.mark.parametrize("left", ["", "it closed its engine"])
 def test_a_rank_that_nobody_misses_may_be_silent(left: str) -> None:
     here, there = members = world(2, issued=1)
-    say(there, 0.0, left=left, count=1)
+    say(there, 0.0, left=left)
     say(here, 0.0, waits=wait(1, 0.0))
     assert first_word(members, 0.0, 5.0 * SILENCE, (0,), 0.0) is None
 
@@ -235,11 +234,10 @@ def test_a_rank_whose_process_is_stopped_or_gone_is_late_at_once(issued: int, ho
     here, there = members = world(2)
     say(here, 0.0, issued=1, waits=wait(1, 0.0))
     say(there, 0.0, issued=issued)
-    if how == "its process is stopped":
-        there.stops()
-    else:
+    stopped = {1} if how == "its process is stopped" else set()
+    if not stopped:
         there.parts()
-    found = first_word(members, 0.0, DEADLINE + 3.0, (0,), 0.0)
+    found = first_word(members, 0.0, DEADLINE + 3.0, (0,), 0.0, stopped)
     if issued and how == "its process has gone":
         assert found is None
     else:

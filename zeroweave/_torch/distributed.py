@@ -51,6 +51,11 @@ def new_process_group(
     return cast(torch.distributed.ProcessGroup, group)
 
 
+def default_store() -> Any:
+    """The store in which the ranks of the default process group met. Why: nothing public gives it."""
+    return c10d._get_default_store()
+
+
 def end_process_group(group: dist.ProcessGroup) -> None:
     """Destroys a registered process group, unless the program has destroyed all of them.
 

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from zeroweave.checkpoint import plain
 from zeroweave.checkpoint.manifest import DTYPES, NAME, Count, Manifest, Strict
-from zeroweave.checkpoint.reader import Reader
+from zeroweave.checkpoint.reader import Reader, told_by
 from zeroweave.errors import CheckpointError, first_problem
 from zeroweave.ranks.control import Control
 
@@ -132,7 +132,7 @@ class Compatibility:
         """CheckpointError on all ranks where the checkpoint is of another model, optimizer or scheduler. Collective."""
         firm, lax = self._firm(control), self._lax(control.rank)
         ranks = control.all_gather_object((firm, lax), "what does not fit")
-        told = [_told([theirs[kind] for theirs in ranks]) for kind in (0, 1)]
+        told = [told_by([theirs[kind] for theirs in ranks]) for kind in (0, 1)]
         if any(told):
             raise CheckpointError(
                 f"[ZW603] the checkpoint {self._manifest.tag!r} does not fit the engine, nothing was loaded: "
@@ -251,15 +251,6 @@ def _of_parameters(kind: str, names: Iterable[str]) -> Iterator[tuple[str, str, 
 def quoted(key: str) -> str:
     """A key of an optimizer's state, as names of checkpoints have it: without a slash."""
     return key.replace("%", "%25").replace("/", "%2F")
-
-
-def _told(ranks: Sequence[Sequence[str]]) -> list[str]:
-    """What ranks tell, each once, with those that tell it where it is not all."""
-    told = []
-    for line in dict.fromkeys(line for theirs in ranks for line in theirs):
-        of = [rank for rank, theirs in enumerate(ranks) if line in theirs]
-        told.append(line if len(of) == len(ranks) else f"{line} (rank {', '.join(map(str, of))})")
-    return told
 
 
 def _kind(dtype: torch.dtype | str) -> tuple[bool, bool]:

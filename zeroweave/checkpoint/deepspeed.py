@@ -210,40 +210,27 @@ def _cut(start: int, numel: int, size: int, world: int) -> Iterator[tuple[int, i
 def _stage_3(states: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> _Found:
     sources: dict[str, _Source] = {}
     scalars: dict[str, Any] = {}
-    world = len(states)
+    pieces = [
+        (name, shape, -(-torch.Size(shape).numel() // len(states))) for group in shapes for name, shape in group.items()
+    ]
     for rank in states:
         held, masters = rank["optimizer_state_dict"]["state"], rank["fp32_flat_groups"]
-        subs = [_split(held.get(index, {}), flat) for index, flat in enumerate(masters)]
-        ends = _walk(shapes, world, [flat.numel() for flat in masters])
-        for name, shape, ranges in ends:
-            for sub, start, count in ranges:
-                flats, single = subs[sub]
+        subs = [(flat.numel(), *_split(held.get(index, {}), flat)) for index, flat in enumerate(masters)]
+        have, needed = sum(size for size, _, _ in subs), sum(count for _, _, count in pieces)
+        if have != needed:
+            raise CheckpointError(f"[ZW608] a rank has {have} elements, and {needed} of the parameters")
+        sub, start = 0, 0
+        for name, shape, left in pieces:
+            while left:
+                while start == subs[sub][0]:
+                    sub, start = sub + 1, 0
+                size, flats, single = subs[sub]
+                count = min(left, size - start)
                 for key, flat in flats.items():
-                    source = sources.setdefault(key.format(name), _Source(shape, []))
-                    source.ranges.append((flat, start, count))
+                    sources.setdefault(key.format(name), _Source(shape, [])).ranges.append((flat, start, count))
                 scalars.update({f"scalar/{name}/{key}": value for key, value in single.items()})
+                left, start = left - count, start + count
     return sources, scalars, states[0]["optimizer_state_dict"]["param_groups"]
-
-
-def _walk(
-    shapes: Sequence[Mapping[str, tuple[int, ...]]], world: int, sizes: Sequence[int]
-) -> Iterator[tuple[str, tuple[int, ...], list[tuple[int, int, int]]]]:
-    """Each parameter, and where its piece is: which flat tensors, and from where how many elements of each."""
-    pieces = [
-        (name, shape, -(-torch.Size(shape).numel() // world)) for group in shapes for name, shape in group.items()
-    ]
-    if (needed := sum(count for _, _, count in pieces)) != sum(sizes):
-        raise CheckpointError(f"[ZW608] a rank has {sum(sizes)} elements, and {needed} of the parameters")
-    sub, start = 0, 0
-    for name, shape, left in pieces:
-        ranges = []
-        while left:
-            while start == sizes[sub]:
-                sub, start = sub + 1, 0
-            count = min(left, sizes[sub] - start)
-            ranges.append((sub, start, count))
-            left, start = left - count, start + count
-        yield name, shape, ranges
 
 
 def _split(held: Mapping[str, Any], masters: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -3,7 +3,7 @@
     DIR/latest                       {"tag":"step-00000200","manifest":"<its checksum>"}
     DIR/step-00000200/manifest.json  see `manifest`
     DIR/step-00000200/rank-00000.safetensors …
-    DIR/.step-00000300.4f1c….partial what is being written, see `staging`
+    DIR/.step-00000300.partial       what is being written, see `staging`
 
 A checkpoint is written next to its place and renamed when all of it is on the disk, `latest` after that. So what is
 there under a tag is whole, and a run that dies at any moment leaves what was there before.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -61,7 +62,7 @@ class Folder:
             state = "has a checkpoint {!r} already"
             if not os.path.lexists(place):
                 try:
-                    partial = StagingFolder(place, claims=True)
+                    partial = StagingFolder(place)
                 except FileExistsError:
                     state = "is being given a checkpoint {!r} by another saver"
                 else:
@@ -99,19 +100,17 @@ class Folder:
     def prune(self, keep_last: int, keep_every: int | None = None) -> list[str]:
         """Removes all checkpoints but the last ones and those of each `keep_every`-th step; returns their tags.
 
-        The latest stays. One that cannot be read is not touched, nor is what is being written. A large manifest takes
-        long to read. So steps are read from where manifests begin, those of the last ones are compared with their
-        checksums, and only what is removed is parsed.
+        The latest stays, and so does what cannot be read.
         """
-        known = sorted(((step, tag) for tag in self.tags() if (step := self._step(tag)) is not None), reverse=True)
-        latest, left, gone = self.latest()[0], keep_last, []
-        for step, tag in known:
-            if left:
-                left -= self._is_intact(tag)
-            elif tag != latest and (keep_every is None or step % keep_every) and self._is_of(tag, step):
-                gone.append(tag)
+        known = []
+        for tag in self.tags():
+            with suppress(CheckpointError):
+                known.append((self.manifest(tag).step, tag))
+        latest = self.latest()[0]
+        old = [(step, tag) for step, tag in sorted(known, reverse=True)[keep_last:] if tag != latest]
+        gone = [tag for step, tag in old if keep_every is None or step % keep_every]
         for tag in gone:
-            remove(self.path / tag, known_as=self.path / tag)
+            remove(self.path / tag)
         return gone
 
     # ------------------------------------------------------------------ reading
@@ -150,44 +149,16 @@ class Folder:
             tag, checksum = self.latest()
         check_tag(tag)
         which = f"the checkpoint {tag!r} in {self.path}{which}"
+        place = self.path / tag
         try:
-            found = manifests.parse(self._manifest_bytes(tag))
+            if place.is_symlink():
+                raise CheckpointError(f"{place} is a symbolic link")
+            found = manifests.parse(_read(place / manifests.NAME, manifests.LARGEST))
         except CheckpointError as error:
             raise CheckpointError(f"{which}: {error}; {self.choices(tag)}") from None
         if found.tag != tag or (checksum is not None and found.checksum != checksum):
             raise CheckpointError(f"{which}: {manifests.NAME} is that of another one; {self.choices(tag)}")
         return found
-
-    def _step(self, tag: str) -> int | None:
-        """The step of a checkpoint, unchecked; None where it cannot be read, or is another one."""
-        try:
-            told = manifests.step_in(self._manifest_bytes(tag, manifests.HEAD))
-            found, step = told or (tag, self.manifest(tag).step)
-        except CheckpointError:
-            return None
-        return step if found == tag else None
-
-    def _is_intact(self, tag: str) -> bool:
-        """True if its manifest has the bytes that were written."""
-        try:
-            manifests.check_bytes(self._manifest_bytes(tag))
-        except CheckpointError:
-            return False
-        return True
-
-    def _is_of(self, tag: str, step: int) -> bool:
-        """True if it can be read and is of this step."""
-        try:
-            return self.manifest(tag).step == step
-        except CheckpointError:
-            return False
-
-    def _manifest_bytes(self, tag: str, first: int | None = None) -> bytes:
-        """What a manifest's file holds, or its first bytes."""
-        place = self.path / tag
-        if place.is_symlink():
-            raise CheckpointError(f"{place} is a symbolic link")
-        return _read(place / manifests.NAME, manifests.LARGEST, first)
 
     def choices(self, other_than: str = "") -> str:
         """What else could be loaded, in words."""
@@ -197,14 +168,13 @@ class Folder:
         return f"load one of these by its tag: {', '.join(others[-8:])}"
 
 
-def _read(path: Path, limit: int, first: int | None = None) -> bytes:
-    """All of a file, or its first bytes."""
+def _read(path: Path, limit: int) -> bytes:
     fd, nbytes = open_file(path, str(path))
     with open(fd, "rb") as file:
         if nbytes > limit:
             raise CheckpointError(f"{path} has {nbytes} bytes, and {limit} at most can be read")
         try:
-            return file.read(nbytes if first is None else first)
+            return file.read(nbytes)
         except OSError as error:
             raise CheckpointError(f"[ZW601] {path} cannot be read: {error.strerror}") from None
 

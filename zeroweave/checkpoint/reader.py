@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Self
 
@@ -89,14 +89,9 @@ def opened(folder: Folder, tag: str | None, control: Control) -> Iterator[Reader
         raise CheckpointError(failure)
     assert tag is not None
     reader, problems = _look(folder, tag, checksum, control)
-    told = control.all_gather_object(problems, "the files of a checkpoint")
-    if any(told):
-        ranks: dict[str, list[int]] = {}
-        for problem, rank in ((problem, rank) for rank, one in enumerate(told) for problem in one):
-            ranks.setdefault(problem, []).append(rank)
-        words = [f"{problem} (rank {', '.join(map(str, found))})" for problem, found in ranks.items()]
+    if told := told_by(control.all_gather_object(problems, "the files of a checkpoint")):
         raise CheckpointError(
-            f"the checkpoint {tag!r} in {folder.path} cannot be loaded: {'; '.join(words)}; {folder.choices(tag)}"
+            f"the checkpoint {tag!r} in {folder.path} cannot be loaded: {'; '.join(told)}; {folder.choices(tag)}"
         )
     assert reader is not None
     with reader:
@@ -119,3 +114,12 @@ def _look(folder: Folder, tag: str, checksum: str, control: Control) -> tuple[Re
     except CheckpointError as error:
         return None, [str(error)]
     return reader, reader.check(sorted(reader.manifest.files)[control.rank :: control.world])
+
+
+def told_by(ranks: Sequence[Sequence[str]]) -> list[str]:
+    """What ranks tell, each once, with those that tell it where it is not all."""
+    told = []
+    for line in dict.fromkeys(line for theirs in ranks for line in theirs):
+        of = [rank for rank, theirs in enumerate(ranks) if line in theirs]
+        told.append(line if len(of) == len(ranks) else f"{line} (rank {', '.join(map(str, of))})")
+    return told

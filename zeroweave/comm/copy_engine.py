@@ -174,15 +174,15 @@ class CopyEngines:
         can be registered.
         """
         control = self._control
-        if control.rendezvous is None or control.world == groups:
+        if control.world == groups:
             return None
         name = f"copy engines of {groups}.{control.rank % groups}"
-        with control.rendezvous.store(name) as store:
+        with control.meeting(name) as store:
             own = copying_communicator(store, control.rank // groups, control.world // groups, name, timeout)
             self._backends.append(own)
             own.allreduce([torch.ones(1, device=self._device)]).wait()
             torch.cuda.synchronize(self._device)
-        control.barrier("the start of gathers by copy engines")  # a rank that meets the others still needs the store
+        control.barrier("the start of gathers by copy engines")
         return own
 
     def close(self) -> None:

@@ -338,7 +338,7 @@ def own_group(
     `layout`, which also says what `consecutive` means. None where that is a group of one rank. Collective over the
     ranks of `group`; other ranks need not take part. `end_process_group` ends it, before the control group is closed.
     """
-    if control.rendezvous is None or control.world == groups:
+    if control.world == groups:
         return None
     size, name = control.world // groups, control.broadcast_object(f"zeroweave {uuid.uuid4()}")
     number = control.rank // size if consecutive else control.rank % groups
@@ -350,12 +350,12 @@ def own_group(
     def make(store: Store, timeout: timedelta) -> dist.ProcessGroup:
         return new_process_group(ranks, backend, store, f"{name}.{number}.{next(attempt)}", timeout)
 
-    with control.rendezvous.store(place) as store:
+    with control.meeting(place) as store:
         if backend == "gloo":
             own = connect_gloo(store, ranks.index(dist.get_rank()), size, timeout, make)
         else:
             own = make(store, timeout)
-    control.barrier("the start of the collectives")  # a rank that meets the others there still needs the store
+    control.barrier("the start of the collectives")
     return own
 
 

@@ -13,7 +13,6 @@ from zeroweave.comm.wire import Wire
 from zeroweave.engine.guard import Progress
 from zeroweave.errors import AgreementError
 from zeroweave.optim.options import Options, difference, packed
-from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Agreement, Control, Decision, Diverged, decide
 from zeroweave.ranks.differ import MODULES, first_difference
 from zeroweave.ranks.signals import Notes
@@ -44,9 +43,9 @@ class Agreements:
     they tell each other what was noted.
     """
 
-    def __init__(self, control: Control, transport: Wire, alarm: Alarm, progress: Progress, notes: Notes) -> None:
+    def __init__(self, control: Control, transport: Wire, progress: Progress, notes: Notes) -> None:
         self._control, self._transport = control, transport
-        self._alarm, self._progress, self.notes = alarm, progress, notes
+        self._progress, self.notes = progress, notes
         self._backwards = self._changes = self._agreed = 0
 
     def step(
@@ -60,14 +59,12 @@ class Agreements:
     ) -> Found:
         """The agreement of an optimizer step; see `ranks.control.Agreement`.
 
-        `options()`: those that this rank would update by. `nonfinite()` may wait for collectives: by then this rank has
-        told how many it has issued. Raises `AgreementError` where the ranks would update by different options, or would
-        follow different schedules although they compute the same.
+        `options()`: those that this rank would update by. `nonfinite()` may wait for collectives. Raises
+        `AgreementError` where the ranks would update by different options, or would follow different schedules although
+        they compute the same.
         """
         self._backwards = 0
         step, count = self._progress()
-        if not self._transport.skips:
-            self._alarm.post_counts(step, count)
         digest, found = self._progress.ledger.hash, nonfinite()
         flags = had_gradient + late + viewed
         mine = Agreement(step, count, digest, flags, candidate.fingerprint, candidate.shape, found)

@@ -319,7 +319,7 @@ def _assemble(
         progress=guard.progress,
         guard=guard,
         journal=journal,
-        agreements=Agreements(control, transport, guard.alarm, guard.progress, Notes((*NUMBERS, SHORT))),
+        agreements=Agreements(control, transport, guard.progress, Notes((*NUMBERS, SHORT))),
         module_parameters=module_parameters,
         stubs=stubs,
         optimizer=sharded,

@@ -123,7 +123,7 @@ class Guard(AbstractContextManager[None]):
     def meet(self) -> None:
         """To be called in a guarded call that only some ranks might make, before its first collective. Collective."""
         place = self.progress.ledger.call
-        self.alarm.meet(place.removeprefix("in "), place)
+        self.alarm.meet(place.removeprefix("in "))
 
     @property
     def lost(self) -> bool:

@@ -9,17 +9,17 @@ second, where this rank is, and ends the process, with the reason on stderr, whe
    - it has waited `rules.ALIKE_SECONDS` in such a collective of a process group of the program's own;
    - it has done none of these by the deadline.
    If all ranks fail in the same place, no process is ended, and training can continue.
-2. Another rank has issued all collectives of its step, or has left, and this one has issued more: it waits in
-   a collective that the other will never issue.
+2. Another rank has left, or waits for this one in an agreement or at the beginning of a call, and this one has issued
+   more collectives: it waits in one that the other will not issue.
 3. Another process has ended through an uncaught exception.
 4. A rank has waited in a collective for longer than the deadline. The rank that it waits for has issued fewer
    collectives, and no new one in that time. If that one is silent, too, it is given at least a minute of silence,
-   unless its process is stopped on its machine. How long a rank computes, or is silent, while nobody waits for it does
-   not matter.
+   unless it runs on rank 0's machine and its process is stopped. How long a rank computes, or is silent, while no
+   other rank waits for it does not matter.
 5. Another rank has issued other collectives than this one.
 
-Without the coordinator the thread decides two things itself: that rank 0 has gone without a word, and that it has been
-silent for longer than the deadline while this rank waits.
+Without the coordinator the thread decides three things itself: that rank 0 has gone without a word, that it has been
+silent for longer than the deadline while this rank waits, and that ranks have not met for a process group.
 
 Where a rank was missed for longer than the deadline, in a collective or by the control group, every rank writes
 Python's stacks before it ends.
@@ -49,7 +49,7 @@ from zeroweave._torch.distributed import collectives_begun
 from zeroweave.errors import RankFailure
 from zeroweave.ranks.channel import LOOK_SECONDS
 from zeroweave.ranks.control import NO_ANSWER, Control
-from zeroweave.ranks.coordinator import PARTING_SECONDS, POLL_SECONDS
+from zeroweave.ranks.coordinator import PARTING_SECONDS
 from zeroweave.ranks.differ import ADVICE, in_vain
 from zeroweave.ranks.process import (
     RunningClock,
@@ -62,6 +62,7 @@ from zeroweave.ranks.process import (
     write_stacks,
 )
 from zeroweave.ranks.rules import SILENCE
+from zeroweave.ranks.start import BACKSTOP_SECONDS
 from zeroweave.ranks.status import Failure, Status, Trail, Wait, describe, steady
 
 CAUSE_SECONDS: Final = 2 * LOOK_SECONDS
@@ -70,23 +71,18 @@ LOST_SECONDS = 5.0
 """How long an alarm that has lost the coordinator waits for its own process to end or close."""
 _NEWS_SECONDS: Final = 0.3
 """Within this time what the coordinator has sent has come."""
+_POLL_SECONDS: Final = 0.1
+"""How often an alarm looks whether its process has to end, where no message tells it."""
 _LOOKS: Final = 3
 """Looks without the coordinator that count: a job that was suspended as a whole and goes on has an answer before."""
 
 
 class _Verdict(NamedTuple):
-    """What the ranks have decided about a failure, what the others told, and was one missed?"""
+    """`alike`: all ranks share a failure. `known`: what the others told. `missed`: a rank did not come in time."""
 
-    found: str
+    alike: bool
     known: Sequence[str]
     missed: bool
-
-
-class _Asked(NamedTuple):
-    """Since when a rank waits for a verdict, and where that is put."""
-
-    since: float
-    answer: SimpleQueue[_Verdict]
 
 
 class Alarm:
@@ -114,12 +110,11 @@ class Alarm:
         if control.coordinator is not None:
             control.coordinator.follow(trail)
         self.channel = control.connect("alarm")
-        self._status = Status()
         self._clock = RunningClock()
         self._heard, self._missed_looks = self._clock.look(), 0
-        self._often = False  # does it tell where it is at each poll?
         self._first: Status | None = None  # rank 0's, when it has left
-        self._asked: _Asked | None = None  # for a verdict about a failure of this rank; the thread takes it to answer
+        self._asked: float | None = None  # since when this rank waits for a verdict; the thread takes it to answer
+        self._verdicts = SimpleQueue[_Verdict]()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zeroweave alarm", daemon=True)
         self._thread.start()
@@ -153,13 +148,13 @@ class Alarm:
         told = f"rank {self.rank} failed in {place} at step {step}{self._latest()}"
         self.fatal = f"{told}; it was interrupted before the other ranks had answered"
         try:
-            found, known, missed = self._ask(mine)
+            alike, known, missed = self._ask(mine)
         except BaseException:  # Ctrl-C: this rank goes on nowhere, whatever they decide
             self.channel.post(replace(mine, final=True))
             raise
         if (mine.missed or missed) and (where := write_stacks(self._stacks, self.rank)):
             error.add_note(where.removeprefix("; "))
-        if found == "alike":
+        if alike:
             self.fatal, self._shared = None, mine.error
             if noted is not None:
                 noted.unlink(missing_ok=True)
@@ -171,39 +166,27 @@ class Alarm:
 
     def _ask(self, mine: Failure) -> _Verdict:
         """What the ranks decide about the failures that they have now."""
-        asked = self._asked = _Asked(time.monotonic(), SimpleQueue())
+        self._asked = time.monotonic()
         self.channel.post(mine)
         while True:
             alive = self._thread.is_alive()
             with suppress(Empty):
-                return asked.answer.get(timeout=LOOK_SECONDS if alive else 0.0)
+                return self._verdicts.get(timeout=LOOK_SECONDS if alive else 0.0)
             if not alive:
-                return _Verdict("different", (), False)
+                return _Verdict(False, (), False)
 
     def _latest(self) -> str:
         """The last collective of this rank, in words: another rank may have issued something else with it."""
         text = self._trail.text_at(self._trail.mark[0])
         return f" behind its '{text}'" if text else ""
 
-    def post_counts(self, step: int, count: int) -> None:
-        """Tells, with the next status, that this rank has issued all its collectives before the agreement of `step`.
-
-        `count`: their number since the beginning. Called before `Control.agree`; a rank that has already
-        issued more and does not come is stuck, and is ended.
-        """
-        if self._there:
-            self._status = replace(self._status, step=step, count=count, steps=self._status.steps + 1)
-
-    def meet(self, place: str, call: str) -> None:
+    def meet(self, place: str) -> None:
         """Returns when all ranks have come to the call of this name, before any of them issues a collective in it.
 
         Else its collectives would meet those of another call. A rank that issues one elsewhere is told who waits here.
         AgreementError where ranks meet in different calls, or one does not come before the deadline.
         """
-        if self._there:
-            meetings, count = self._status.meetings + 1, self._trail.mark[0]
-            self._status = replace(self._status, meetings=meetings, count=count)
-        self._control.barrier(place)
+        self._control.barrier(place, self._trail.mark[0])
 
     def close(self) -> None:
         """Leaves in order: no thread, no message and no action at exit remain. Before `Control.close`.
@@ -225,17 +208,16 @@ class Alarm:
         """Tells where this rank is, hears what the coordinator says, and ends the process where it must."""
         lost, told = None, float("-inf")
         while not self._stop.is_set():
-            period = POLL_SECONDS if self._often else LOOK_SECONDS
             now = self._clock.look()
             if lost is not None or self._first is not None:
-                self._stop.wait(POLL_SECONDS)
+                self._stop.wait(_POLL_SECONDS)
             else:
                 try:
-                    if now - told >= period:
+                    if now - told >= LOOK_SECONDS:
                         told, self._missed_looks = now, self._missed_looks + 1
                         self.channel.flush()
                         self.channel.send(steady(self._here))
-                    message = self.channel.receive(told + period - now)
+                    message = self.channel.receive(told + LOOK_SECONDS - now)
                     if message is not None and self._hears(message):
                         return
                 except ConnectionError:
@@ -253,17 +235,7 @@ class Alarm:
             seconds = self._clock.look() - self._clock.at(since)
             wait = Wait(number, seconds, trail.text_at(number), self._where(number))
         here = self._where(issued) or (trail.call and f"{trail.call}: {ADVICE}")
-        return replace(
-            self._status,
-            issued=issued,
-            hash=digest,
-            latest=trail.text_at(issued),
-            here=here,
-            call=trail.call,
-            at=self._step(),
-            waits=wait,
-            begun=collectives_begun() if self._often else {},
-        )
+        return Status(issued, digest, here, trail.call, self._step(), wait, begun=collectives_begun())
 
     def _where(self, number: int) -> str:
         """Where this rank has issued its collective of that number, in words, and what to do."""
@@ -274,17 +246,11 @@ class Alarm:
         """What the coordinator says. True: there is nothing more to do, since the engine or the process has ended."""
         self._heard, self._missed_looks = self._clock.look(), 0
         match message:
-            case ("heard", (count, digest)) if steady(partial(self._trail.hash_at, count)) not in (None, digest):
+            case ("heard", count, int(digest)) if steady(partial(self._trail.hash_at, count)) not in (None, digest):
                 self.channel.send(("marks", steady(lambda: self._trail.marks)))
-            case ("marks",):
-                self.channel.send(("marks", steady(lambda: self._trail.marks)))
-            case ("often", often):
-                self._often = often
-            case ("verdict", found, known, missed):
-                self._answers(_Verdict(found, known, missed))
-                return bool(found != "alike")
-            case ("look at", rank, process) if is_stopped(process):
-                self.channel.send(("stopped", rank))
+            case ("verdict", bool(alike), known, missed):
+                self._answers(_Verdict(alike, known, missed))
+                return not alike
             case ("left", first):
                 self._first = first
                 self.channel.send(("parted",))
@@ -297,26 +263,29 @@ class Alarm:
         """Tells this rank's own thread, if that waits for it: once."""
         asked, self._asked = self._asked, None
         if asked is not None:
-            asked.answer.put(verdict)
+            self._verdicts.put(verdict)
         return asked is not None
 
     def _alone(self, now: float, lost: float | None) -> tuple[str, bool] | None:
-        """What this rank can tell without the coordinator that must end its process, and was rank 0 missed?"""
+        """Why this process must end, as it knows without the coordinator, and True if rank 0 did not come in time."""
         if self._first is not None:
             issued = self._trail.mark[0]
-            if issued <= self._first.count and self._asked is None:
+            if issued <= self._first.issued and self._asked is None:
                 return None
-            why = f"rank 0 issues no collective after its {self._first.count}: {self._first.left}"
+            why = f"rank 0 issues no collective after its {self._first.issued}: {self._first.left}"
             return f"{why}; this rank has issued {issued} and is in step {self._step()}", False
         if lost is not None:
             over = self._asked is not None or now - lost > LOST_SECONDS
             host = host_of(self._rank_0)
             on = "" if host == host_of(own()) else f" on {host}"
             return (f"the process of rank 0{on} has gone without a word", False) if over else None
-        collective, asked = self._trail.waiting, self._asked
-        waits = [self._control.waiting, asked and asked.since, collective and collective[1]]
+        collective, asked, meets = self._trail.waiting, self._asked, self._control.waiting
+        waits = [meets, asked, collective and collective[1]]
         since = max((self._clock.at(time) for time in waits if time is not None), default=None)
         deadline = self._control.deadline_seconds
+        longest = deadline + 2 * BACKSTOP_SECONDS  # a backend's own timeout is over by then
+        if meets is not None and now - self._clock.at(meets) > longest:
+            return f"the ranks have not found each other within the deadline of {deadline:g} s", True
         if since is None or self._missed_looks < _LOOKS or now - max(since, self._heard) <= deadline:
             return None
         if self._missed_looks < SILENCE and not is_stopped(self._rank_0):
@@ -325,7 +294,7 @@ class Alarm:
 
     def _ends(self, reason: str, missed: bool) -> None:
         """Ends this process, unless its own thread fails by itself."""
-        if self._answers(_Verdict("different", [reason], missed)):
+        if self._answers(_Verdict(False, [reason], missed)):
             return
         where = write_stacks(self._stacks, self.rank) if missed else ""
         if self._control.coordinator is not None:
@@ -349,7 +318,7 @@ class Alarm:
             self._there = False
             return
         self._stop.set()
-        self.channel.post(replace(self._here(), count=self._trail.mark[0], left=how))
+        self.channel.post(replace(self._here(), left=how))
         self._thread.join(PARTING_SECONDS)
         if self._thread.is_alive():  # in the middle of a message that rank 0 does not read
             self.channel.shut()

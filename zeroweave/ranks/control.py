@@ -15,20 +15,22 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from zeroweave._torch.distributed import default_store
 from zeroweave.errors import AgreementError, RankFailure
 from zeroweave.ranks.channel import LOOK_SECONDS, Channel
-from zeroweave.ranks.coordinator import Answer, Brought, Coordinator
+from zeroweave.ranks.coordinator import Answer, Coordinator
 from zeroweave.ranks.process import RunningClock, network, own
-from zeroweave.ranks.start import Rendezvous
+from zeroweave.ranks.status import Brought
 
 _GRACE_SECONDS: Final = 5.0
 """How long behind a deadline the coordinator may be with its answer."""
@@ -85,7 +87,7 @@ class Diverged(AgreementError):
 
 @dataclass(frozen=True)
 class Address:
-    """Where rank 0 has the coordinator, and the port of its store.
+    """Where rank 0 has the coordinator.
 
     `name`: what all ranks call it, and no other one. `process`: rank 0's, see `process.own`. `token`: what the ranks
     have in common, and nobody else knows.
@@ -93,7 +95,6 @@ class Address:
 
     host: str
     port: int
-    store: int
     name: str
     process: str
     token: bytes
@@ -114,18 +115,15 @@ class Control:
         deadline_seconds: float = 600.0,
         address: Address | None = None,
         coordinator: Coordinator | None = None,
-        rendezvous: Rendezvous | None = None,
     ) -> None:
         if world > 1 and address is None:
             raise ValueError("a control group of more than one rank needs a coordinator")
         self.rank, self.world, self.deadline_seconds = rank, world, deadline_seconds
-        self.rendezvous = rendezvous
-        """where these ranks meet for new process groups"""
         self.broken: str | None = None
         self.late = False
         """is it broken because a rank did not come before the deadline?"""
         self.waiting: float | None = None
-        """since when this rank waits in an operation, if it does; an alarm's thread reads it"""
+        """since when this rank waits in an operation or a meeting, if it does; an alarm's thread reads it"""
         self.operations = 0
         """how many this rank has begun"""
         self.address, self.coordinator = address, coordinator
@@ -144,18 +142,16 @@ class Control:
         # MASTER_ADDR belongs to the first rank of the job, which need not be in this group.
         host = (dist.get_rank() == 0 and os.environ.get("MASTER_ADDR")) or socket.gethostname()
         host = "127.0.0.1" if _share_network(process_group) else host
-        coordinator, server, told = None, None, [Address("", 0, 0, "", "", b"")]
+        coordinator, told = None, [Address("", 0, "", "", b"")]
         with ExitStack() as ends:
             if rank == 0:
                 listener, token = listen(host), secrets.token_bytes(32)
-                server = Rendezvous.serve(host, listen(host), deadline_seconds)
                 coordinator = coordinate(world, listener, token, deadline_seconds)
                 ends.callback(coordinator.close)
-                told = [Address(host, listener.getsockname()[1], server.port, uuid.uuid4().hex, own(), token)]
+                told = [Address(host, listener.getsockname()[1], uuid.uuid4().hex, own(), token)]
             dist.broadcast_object_list(told, group_src=0, group=process_group)
             (address,) = told
-            meets = Rendezvous(rank, address.host, address.store, deadline_seconds, server)
-            control = cls(rank, world, deadline_seconds, address, coordinator, meets)
+            control = cls(rank, world, deadline_seconds, address, coordinator)
             ends.callback(control.close)
             control.barrier("the start of the engine")
             ends.pop_all()
@@ -180,11 +176,12 @@ class Control:
         if self.world == 1:
             return decide({0: mine})
         data = pickle.dumps(tuple(vars(mine).values()))
-        return Decision(*self._operate("agree", data, f"{place} of step {mine.step}"))
+        return Decision(*self._operate("agree", data, f"{place} of step {mine.step}", issued=mine.count))
 
-    def barrier(self, label: str = "barrier") -> None:
-        """Returns when every rank has called it."""
-        self.all_gather_bytes(b"", label)
+    def barrier(self, label: str = "barrier", issued: int | None = None) -> None:
+        """Returns when every rank has called it. `issued`: see `Brought`."""
+        if self.world > 1:
+            self._operate("gather", b"", label, issued=issued)
 
     def all_gather_object(self, item: Any, label: str = "all_gather_object") -> list[Any]:
         """Every rank's picklable `item`, in rank order."""
@@ -206,16 +203,28 @@ class Control:
         kept, places = self._operate("gather", data, label, deadline_seconds)
         return [kept[place] for place in places] if places else kept * self.world
 
+    @contextmanager
+    def meeting(self, name: str) -> Iterator[Store]:
+        """A store in which these ranks meet for a process group. An alarm ends a rank that waits there for too long."""
+        assert self.address is not None
+        self.waiting = time.monotonic()
+        try:
+            yield PrefixStore(f"zeroweave {self.address.name} {name}", default_store())
+        finally:
+            self.waiting = None
+
     def close(self) -> None:
         """Ends the group, and on rank 0 the coordinator. At any time on each rank; after `Alarm.close`."""
         if self.channel is not None:
             self.channel.close()
         if self.coordinator is not None:
             self.coordinator.close()
-        self.channel, self.coordinator, self.rendezvous = None, None, None
+        self.channel, self.coordinator = None, None
         self.broken = self.broken or "it was closed"
 
-    def _operate(self, kind: str, data: bytes, label: str, deadline_seconds: float | None = None) -> Any:
+    def _operate(
+        self, kind: str, data: bytes, label: str, deadline_seconds: float | None = None, issued: int | None = None
+    ) -> Any:
         """Brings this rank's data; what the coordinator makes of all ranks'."""
         if self.broken is not None or self.channel is None:
             raise RankFailure(f"the control group cannot be used again: {self.broken}")
@@ -226,7 +235,7 @@ class Control:
         deadline = deadline_seconds or self.deadline_seconds
         try:
             self.waiting = time.monotonic()
-            answer = self._answer(Brought(label, kind, data, deadline), deadline)
+            answer = self._answer(Brought(label, kind, data, deadline, issued), deadline)
         except ConnectionError as error:
             self.broken = f"{error}; rank {self.rank} waited for it at '{label}'"
             raise RankFailure(self.broken) from error

@@ -19,12 +19,10 @@ from zeroweave.errors import AgreementError, RankFailure, ZeroweaveError
 from zeroweave.notices import warn
 from zeroweave.ranks.channel import LOOK_SECONDS, WELCOME, Codec, Connection, Forged
 from zeroweave.ranks.differ import Issued, advice, explain, same
-from zeroweave.ranks.process import RunningClock, is_stopped, shares_machine
-from zeroweave.ranks.rules import late, verdict, waits_in_vain
-from zeroweave.ranks.status import Failure, Member, Status, Trail, names, nodes, steady, tell
+from zeroweave.ranks.process import RunningClock, is_stopped
+from zeroweave.ranks.rules import alike, late, waits_in_vain
+from zeroweave.ranks.status import Brought, Failure, Member, Status, Trail, names, nodes, steady, tell
 
-POLL_SECONDS: Final = 0.1
-"""How often the coordinator looks, and ranks tell where they are, while a failure is open."""
 PARTING_SECONDS: Final = 5.0
 """How long rank 0 stays for ranks that do not yet know that it has left."""
 _GREETING_SECONDS: Final = 10.0
@@ -32,26 +30,12 @@ _GREETING_SECONDS: Final = 10.0
 _NEWCOMERS: Final = 256
 """Connections that have not told it yet, at most: this process needs files for other things."""
 _STOPPED: Final = 3
-"""Looks without a sign of life after which it is asked whether a process is stopped."""
-_ANSWER_SECONDS: Final = 1.0
-"""How long it is waited for what another rank remembers of its collectives."""
+"""Looks without a sign of life after which the coordinator looks whether a process on its machine is stopped."""
 _TOLD: Final = 8
 """Failures that a message tells of, at most."""
 
 Reduce = Callable[[Mapping[int, bytes]], Any]
 """What all ranks are told of what they have brought, by rank."""
-
-
-class Brought(NamedTuple):
-    """What a rank brings to an operation: `label` says where it is, `kind` how the ranks' `data` become one answer.
-
-    It travels as a plain tuple, like the answer: a pickle of that is read in half the time.
-    """
-
-    label: str
-    kind: str
-    data: bytes
-    deadline: float
 
 
 class Answer(NamedTuple):
@@ -82,7 +66,6 @@ class Coordinator:
         self._lost: set[int] = set()  # whose operations can not come any more
         self._over: Answer | None = None
         self._trail: Trail | None = None
-        self._asked: tuple[int, float] | None = None  # for what it remembers: a rank that differs, and since when
         self._open = False  # is a failure?
         self._ended = ""  # why all ranks were told to end
         self._clock = RunningClock()
@@ -116,8 +99,7 @@ class Coordinator:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                often = self._open or self._asked or self._ended or self._members[0].status.left
-                for key, events in self._selector.select(POLL_SECONDS if often else LOOK_SECONDS):
+                for key, events in self._selector.select(LOOK_SECONDS):
                     self._go_on(key.fileobj, key.data, events)
                 self._look(self._clock.look())
         finally:  # also where this thread fails: ranks that lose it end, and do not wait for it
@@ -249,26 +231,19 @@ class Coordinator:
                 member.tells(status, now)
                 if status.left and rank == 0:
                     self._send("alarm", range(1, self._world), "left", status)
-                trail = self._trail
                 if not status.left:
-                    self._send("alarm", [rank], "heard", None if trail is None else trail.mark)
-                    ours = None if trail is None else steady(partial(trail.hash_at, status.issued))
-                    if ours is not None and ours != status.hash:
-                        self._ask(rank, now)
+                    self._send("alarm", [rank], "heard", *self._common(status.issued))
             case Failure() as failure:
                 member.fails(failure, now)
                 if self._ended:
-                    self._send("alarm", [rank], "verdict", "different", [self._ended], False)
+                    self._send("alarm", [rank], "verdict", False, [self._ended], False)
                 elif not self._open:
                     self._open = True
-                    self._send("alarm", range(self._world), "often", True)
                     self._judge(now)  # at once: what is final comes before the news that the rank leaves
             case ("marks", marks):
                 self._differ(rank, marks)
             case ("parted",):
                 member.knows()
-            case ("stopped", other):
-                self._members[other].stops()
 
     def _tell_newcomer(self, rank: int) -> None:
         """What the other alarms have heard before this one came."""
@@ -276,24 +251,22 @@ class Coordinator:
             self._send("alarm", [rank], "end", self._ended, False)
         elif (first := self._members[0].status).left:
             self._send("alarm", [rank], "left", first)
-        elif self._open:
-            self._send("alarm", [rank], "often", True)
 
-    def _ask(self, rank: int, now: float) -> None:
-        """Asks a rank whose collectives differ from rank 0's what it remembers of them."""
-        if self._asked is None and not self._ended:
-            self._asked = rank, now
-            self._send("alarm", [rank], "marks")
+    def _common(self, issued: int) -> tuple[int, int | None]:
+        """The last of so many collectives that rank 0 has issued, too, and its hash there, unless that is forgotten."""
+        if (trail := self._trail) is None:
+            return 0, None
+        count = min(issued, trail.mark[0])
+        return count, steady(partial(trail.hash_at, count))
 
     def _differ(self, rank: int, marks: tuple[Issued, ...]) -> None:
-        trail, status = self._trail, self._members[rank].status
+        """A rank has another hash than rank 0, and remembers these collectives."""
+        trail = self._trail
         if trail is None or self._ended:
             return
-        told = f"rank 0 and rank {rank} issued different collectives among their first {status.issued}"
-        ours, text = steady(lambda: (trail.marks, trail.text_at(status.issued)))
-        found = explain(0, ours, rank, marks, trail.gathers_on_entry)
-        latest = f"the last of them was '{status.latest}' there, '{text}' on rank 0"
-        self._end(f"{told}: {found or latest}")
+        told = f"rank 0 and rank {rank} issued different collectives among their first {marks[-1].count}"
+        found = explain(0, steady(lambda: trail.marks), rank, marks, trail.gathers_on_entry)
+        self._end(f"{told}{found and ': '}{found}")
 
     def _look(self, now: float) -> None:
         """Applies the rules, as often as there may be something new."""
@@ -305,62 +278,51 @@ class Coordinator:
                 self._parted.set()
         if self._open and not self._ended:
             self._judge(now)
-        if self._asked is not None and now - self._asked[1] > _ANSWER_SECONDS:
-            self._differ(self._asked[0], ())
         if now - self._looked < LOOK_SECONDS:
             return
         self._looked = now
         self._miss(now)
         for stranger in [each for each in self._strangers if now - each.since > _GREETING_SECONDS]:
             self._drop(stranger)
-        for rank, member in enumerate(self._members):
-            if member.there and member.silent() >= _STOPPED:
-                self._look_at(rank)
+        for member in self._members:
+            member.looked()
         if self._ended or self._open:
             return
-        if found := waits_in_vain(self._members):
+        if found := waits_in_vain(self._members, self._brought):
             self._end(found)
-        elif found := late(self._members, now, self._deadline):
+            return
+        silent = {rank: member for rank, member in enumerate(self._members) if member.looks > _STOPPED}
+        stopped = {rank for rank, member in silent.items() if is_stopped(member.process)}
+        if found := late(self._members, now, self._deadline, stopped):
             self._end(found, missed=True)
-
-    def _look_at(self, rank: int) -> None:
-        """Asks whether the process of a silent rank is stopped, which another one on its machine sees."""
-        process = self._members[rank].process
-        for other, member in enumerate(self._members):
-            if other != rank and member.looks < _STOPPED and shares_machine(member.process, process):
-                self._send("alarm", [other], "look at", rank, process)
-                return
 
     def _judge(self, now: float) -> None:
         """Decides about the failures that are open, once that is possible."""
-        found = verdict(self._members, now, self._deadline)
-        if found is None:
+        shared = alike(self._members, now, self._deadline)
+        if shared is None:
             return
         self._open = False
         failures = {rank: member.failure for rank, member in enumerate(self._members) if member.failure is not None}
-        if found == "alike":
+        if shared:
             for member in self._members:
                 member.survives()
-            self._send("alarm", range(self._world), "verdict", found, [], False)
-            self._send("alarm", range(self._world), "often", False)
+            self._send("alarm", range(self._world), "verdict", True, [], False)
             return
         on = nodes(self._members)
         told = {rank: tell(rank, failure, on[rank]) for rank, failure in list(failures.items())[: _TOLD + 1]}
         reason = "; ".join(list(told.values())[:_TOLD])
-        self._end(reason, any(failure.missed for failure in failures.values()), found, told)
+        self._end(reason, any(failure.missed for failure in failures.values()), told)
 
-    def _end(
-        self, reason: str, missed: bool = False, found: str = "different", told: Mapping[int, str] | None = None
-    ) -> None:
+    def _end(self, reason: str, missed: bool = False, told: Mapping[int, str] | None = None) -> None:
         """Has all processes ended that have not failed; rank 0's, and this thread with it, behind the others.
 
         Those that have are told why the others end: `told` of each, or else the reason.
         """
-        self._ended, self._asked, self._open = reason, None, False
+        self._ended, self._open = reason, False
         self._over = self._over or Answer(error=RankFailure(reason), over=True)
         for rank in (*range(1, self._world), 0):
             if self._members[rank].failure is None:
                 self._send("alarm", [rank], "end", reason, missed)
             else:
                 known = [reason] if told is None else [each for other, each in told.items() if other != rank][:_TOLD]
-                self._send("alarm", [rank], "verdict", found, known, missed)
+                self._send("alarm", [rank], "verdict", False, known, missed)

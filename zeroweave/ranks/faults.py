@@ -11,6 +11,7 @@ of `PHASES`. Without `rank` it strikes all ranks, without `step` each step. `ste
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,8 +25,13 @@ from zeroweave.errors import ConfigError
 VARIABLE: Final = "ZEROWEAVE_FAULT"
 PHASES: Final = ("forward", "backward", "update", "stage", "write", "publish")
 _ACTIONS: Final = ("kill", "hang", "slow")
-_KEYS: Final = ("rank", "step", "phase", "seconds")
-_FORM: Final = f"{VARIABLE} must be like 'kill:rank=1,step=7,phase=backward'"
+_VALUES: Final = {"phase": "|".join(PHASES), "rank": r"\d+", "step": r"\d+", "seconds": r"\d+(\.\d+)?"}
+"""Keys, and a pattern of what each may be."""
+_FORM: Final = (
+    f"{VARIABLE} must be like 'kill:rank=1,step=7,phase=backward': one of the actions {', '.join(_ACTIONS)}, and each "
+    f"once at most phase (needed: {', '.join(PHASES)}; only rank 0 publishes), rank, step and seconds (only of 'slow', "
+    "which needs them)"
+)
 _T = TypeVar("_T")
 
 
@@ -45,31 +51,18 @@ class Fault:
         text = environment.get(VARIABLE)
         if not text:
             return None
-        fault = cls._parsed(text)
-        return None if int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0) else fault
-
-    @classmethod
-    def _parsed(cls, text: str) -> Fault:
-        action, colon, rest = text.partition(":")
-        pairs = [pair.split("=") for pair in rest.split(",")]
-        if not colon or any(len(pair) != 2 for pair in pairs):
-            raise ConfigError(f"{_FORM}, not {text!r}")
+        action, _, rest = text.partition(":")
+        pairs = [(key, value) for key, _, value in (pair.partition("=") for pair in rest.split(","))]
         given = dict(pairs)
-        if action not in _ACTIONS:
-            raise ConfigError(f"{_FORM}: the actions are {', '.join(_ACTIONS)}, not {action!r}")
-        if unknown := [key for key in given if key not in _KEYS]:
-            raise ConfigError(f"{_FORM}: the keys are {', '.join(_KEYS)}, not {unknown[0]!r}")
-        if len(given) < len(pairs):
-            raise ConfigError(f"{_FORM}: a key is given twice in {text!r}")
-        if given.get("phase") not in PHASES:
-            found = f"not {given['phase']!r}" if "phase" in given else "and one must be given"
-            raise ConfigError(f"{_FORM}: the phases are {', '.join(PHASES)}, {found}")
-        if (action == "slow") != ("seconds" in given):
-            raise ConfigError(f"{_FORM}: 'slow' needs seconds, and nothing else has them")
-        rank, step = (_whole(given[key], key) if key in given else None for key in ("rank", "step"))
-        if given["phase"] == "publish" and rank:
-            raise ConfigError(f"{_FORM}: rank 0 publishes checkpoints, not rank {rank}")
-        return cls(action, given["phase"], rank, step, _seconds(given.get("seconds", "0")))
+        known = action in _ACTIONS and "phase" in given and len(given) == len(pairs)
+        if not known or any(key not in _VALUES or not re.fullmatch(_VALUES[key], value) for key, value in pairs):
+            raise ConfigError(f"{_FORM}, not {text!r}")
+        rank, step = (int(given[key]) if key in given else None for key in ("rank", "step"))
+        if (action == "slow") != ("seconds" in given) or (given["phase"] == "publish" and rank):
+            raise ConfigError(f"{_FORM}, not {text!r}")
+        if int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0):
+            return None
+        return cls(action, given["phase"], rank, step, float(given.get("seconds", 0)))
 
     def act(self) -> None:
         if self.action == "kill":
@@ -79,28 +72,12 @@ class Fault:
             time.sleep(3600.0)
 
 
-def _whole(text: str, key: str) -> int:
-    if not text.isdecimal():
-        raise ConfigError(f"{_FORM}: {key} must be a whole number, not {text!r}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0.0 <= seconds < float("inf"):
-        raise ConfigError(f"{_FORM}: seconds must be a number from 0 on, not {text!r}")
-    return seconds
-
-
 class Faults:
     """Attaches a fault to what begins its phase on this rank, and to nothing else. `step()`: the steps so far."""
 
     def __init__(self, fault: Fault | None, rank: int, world: int, step: Callable[[], int]) -> None:
         if fault is not None and (fault.rank or 0) >= world:
-            raise ConfigError(f"{_FORM}: there is no rank {fault.rank} among {world} ranks")
+            raise ConfigError(f"{VARIABLE}: there is no rank {fault.rank} among {world} ranks")
         mine = fault is not None and fault.rank in (None, rank)
         self._fault, self._step = fault if mine else None, step
         self._last: int | None = None  # the step that it struck last

@@ -56,11 +56,6 @@ def is_stopped(process: str) -> bool:
         return False
 
 
-def shares_machine(one: str, other: str) -> bool:
-    """Can one process see the other?"""
-    return bool(one) and one.rpartition(" ")[0] == other.rpartition(" ")[0]
-
-
 def stacks_folder(name: str) -> Path:
     """Where the ranks of the job of this name write their stacks: one folder on each machine."""
     return Path(tempfile.gettempdir()) / f"zeroweave-stacks-{name}"

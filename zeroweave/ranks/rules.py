@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Final
 
-from zeroweave.ranks.status import Member, names, nodes
+from zeroweave.ranks.status import Brought, Member, names, nodes
 
 ALIKE_SECONDS: Final = 10.0
 """Seconds that a rank gets to fail alike while it is in a collective of the program's own process group.
@@ -20,21 +20,21 @@ so, because a compiler held Python's lock.
 """
 
 
-def verdict(members: Sequence[Member], now: float, deadline: float) -> str | None:
-    """Whether the ranks that failed share that: "alike", or why not; None while that is open.
+def alike(members: Sequence[Member], now: float, deadline: float) -> bool | None:
+    """True if all ranks failed in the same place; None while that is open.
 
-    If all fail alike, nobody waits for anybody: training can go on. Else those that do not fail must be ended.
+    Then no rank waits for another one, and training can go on. Else those that did not fail must be ended.
     """
     failed = [member for member in members if member.failure is not None]
     failures = [member.failure for member in failed if member.failure is not None]
     if not failures:
         return None
     if any(failure.final or failure.spot != failures[0].spot for failure in failures):
-        return "different"
+        return False
     if len(failures) == len(members):
         # Nobody knows how far an interrupted call came: one rank may have written, or issued, what another did not.
         # Asked last, so that each of them gets the time to fail by itself.
-        return "interrupted" if any(failure.interrupted for failure in failures) else "alike"
+        return not any(failure.interrupted for failure in failures)
     first, waited = failures[0], now - min(member.failed for member in failed)
     for member in members:
         if member.failure is None:
@@ -43,51 +43,46 @@ def verdict(members: Sequence[Member], now: float, deadline: float) -> str | Non
             # It can no longer fail alike once it has begun what the failed one had not.
             gone_on = member.status.issued > first.count or member.operations > first.operations
             if not member.there or gone_on or waited >= patience:
-                return "alone"
+                return False
     return None
 
 
-def waits_in_vain(members: Sequence[Member]) -> str | None:
-    """Has a rank issued a collective to which another one will never come? It has left, or is farther with fewer."""
-    statuses = [(rank, member.status) for rank, member in enumerate(members) if member.failure is None]
-    if not statuses:
-        return None
-    left = [each for each in statuses if each[1].left]
-    others = [
-        min(left, key=lambda each: each[1].count, default=statuses[0]),
-        max(statuses, key=lambda each: (each[1].meetings, -each[1].count)),
-        max(statuses, key=lambda each: (each[1].steps, -each[1].count)),
+def waits_in_vain(members: Sequence[Member], brought: Mapping[int, Brought]) -> str | None:
+    """Which rank has issued a collective to which another one will not come, and why; None where there is none.
+
+    The other one has left, or waits for it in the operation of which these are `brought`.
+    """
+    ends = [
+        (m.status.issued, f"rank {rank} issues no collective after its {m.status.issued}: {m.status.left}")
+        for rank, m in enumerate(members)
+        if m.status.left
     ]
-    for rank, mine in statuses:
-        for other, theirs in others:
-            if mine.issued <= theirs.count or mine.left:
-                continue
-            if theirs.left:
-                why = f"rank {other} issues no collective after its {theirs.count}: {theirs.left}"
-            elif theirs.meetings > mine.meetings:
-                why = f"rank {other} is {theirs.call} after {theirs.count} collectives"
-            elif theirs.steps > mine.steps:
-                why = f"rank {other} finished step {theirs.step} with {theirs.count} collectives"
-            else:
-                continue
-            return (
-                f"{why}; rank {rank} has issued {mine.issued} and is in step {mine.at}{mine.here and ', '}{mine.here}"
-            )
+    ends += [
+        (there.issued, f"rank {rank} is at '{there.label}' after {there.issued} collectives")
+        for rank, there in brought.items()
+        if there.issued is not None
+    ]
+    count, why = min(ends, default=(0, ""))
+    for rank, member in enumerate(members):
+        mine = member.status
+        if why and mine.issued > count and not mine.left and rank not in brought:
+            here = f"{mine.here and ', '}{mine.here}"
+            return f"{why}; rank {rank} has issued {mine.issued} and is in step {mine.at}{here}"
     return None
 
 
-def late(members: Sequence[Member], now: float, deadline: float) -> str | None:
-    """Has a rank waited in a collective for longer than the deadline for ranks that have not come to it?
+def late(members: Sequence[Member], now: float, deadline: float, stopped: Set[int] = frozenset()) -> str | None:
+    """Which ranks have not come to a collective before the deadline of one that waits there; None where there are none.
 
     They have issued fewer, and nothing more for as long. What they say is some time old when it is read: only what
     they have said after the deadline counts, or that they have said nothing for `SILENCE` looks, or that their
-    processes are stopped or gone. A rank that nobody waits for may be silent for as long as it likes.
+    processes are gone, or `stopped`: such a rank is late even if it has come, as it may be stopped in the middle of the
+    collective. A rank that no other one waits for may be silent for as long as it likes.
     """
     there = {rank: member for rank, member in enumerate(members) if not member.status.left}
-    # One may have come, and be stopped in the middle of it.
-    stopped = {rank: member for rank, member in there.items() if member.stopped}
     least = min((member.status.issued for member in there.values()), default=0)
-    missing = stopped or {rank: member for rank, member in there.items() if member.status.issued == least}
+    late_ones = stopped or {rank for rank, member in there.items() if member.status.issued == least}
+    missing = {rank: member for rank, member in there.items() if rank in late_ones}
     for rank, member in there.items():
         wait = member.status.waits
         if wait is None or rank in missing or not (stopped or least < wait.number):
@@ -95,9 +90,9 @@ def late(members: Sequence[Member], now: float, deadline: float) -> str | None:
         begin = max(member.heard - wait.seconds, *(each.changed for each in missing.values()))
         if now - begin <= deadline:
             continue
-        if all(m.stopped or m.gone or m.looks >= SILENCE or m.heard > begin + deadline for m in missing.values()):
+        if stopped or all(m.gone or m.looks >= SILENCE or m.heard > begin + deadline for m in missing.values()):
             on = nodes(members)
-            told = names({each: f"{on[each]} ({_of(missing[each])})" for each in missing})
+            told = names({each: f"{on[each]} ({_of(missing[each], each in stopped)})" for each in missing})
             found = (
                 f"{told} did not come to collective {wait.number} ('{wait.text}') within the deadline of {deadline:g} s"
             )
@@ -105,8 +100,8 @@ def late(members: Sequence[Member], now: float, deadline: float) -> str | None:
     return None
 
 
-def _of(member: Member) -> str:
+def _of(member: Member, stopped: bool) -> str:
     status = member.status
     lasting = f", no sign of life for {member.looks} s" if member.looks >= SILENCE else ""
-    lasting = ", its process has gone" if member.gone else ", its process is stopped" if member.stopped else lasting
+    lasting = ", its process has gone" if member.gone else ", its process is stopped" if stopped else lasting
     return f"{status.call or 'before its first call'}, after {status.issued} collectives{lasting}"

@@ -1,4 +1,4 @@
-"""Process groups: where ranks meet for one, the default one of a job that has none, and how they end."""
+"""Process groups: the default one of a job that has none, connections over gloo, and how groups end."""
 
 from __future__ import annotations
 
@@ -6,25 +6,21 @@ import atexit
 import gc
 import os
 import secrets
-import socket
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from zeroweave._torch.distributed import end_process_group, set_timeout
 from zeroweave.errors import RankFailure
-from zeroweave.ranks.channel import LOOK_SECONDS
-from zeroweave.ranks.process import RunningClock, end_process
 
 BACKSTOP_SECONDS = 60.0
 """How long after the deadline a backend ends its wait; by then the alarm has told which rank is missing."""
@@ -38,52 +34,6 @@ TRY: Final = timedelta(seconds=10.0)
 def backstop(deadline_seconds: float) -> timedelta:
     """The timeout of a communicator whose ranks have an alarm with this deadline."""
     return timedelta(seconds=deadline_seconds + BACKSTOP_SECONDS)
-
-
-class Rendezvous:
-    """A store of rank 0's (`server` there) at `port` of `host`, in which ranks meet for new process groups."""
-
-    def __init__(
-        self,
-        rank: int,
-        host: str,
-        port: int,
-        deadline_seconds: float,
-        server: TCPStore | None = None,
-        end: Callable[[str], None] = end_process,
-    ) -> None:
-        self._rank, self._host, self._port, self._server = rank, host, port, server
-        self._deadline, self._end = deadline_seconds, end
-
-    @staticmethod
-    def serve(host: str, listener: socket.socket, deadline_seconds: float) -> TCPStore:
-        port, timeout = listener.getsockname()[1], timedelta(seconds=deadline_seconds)
-        return TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-        )
-
-    @contextmanager
-    def store(self, name: str) -> Iterator[Store]:
-        """A store of this name; what is inside must come to its end, or this process ends: rank 0 may be stopped."""
-        # Behind the group's own timeout, which is that of the backstop at most.
-        deadline, over = self._deadline, threading.Event()
-
-        def watch() -> None:
-            clock = RunningClock()
-            end = clock.look() + deadline + 2 * BACKSTOP_SECONDS
-            while not over.wait(LOOK_SECONDS):
-                if clock.look() > end:
-                    missed = f"the ranks have not found each other for '{name}' within the deadline of {deadline:g} s"
-                    self._end(f"rank {self._rank} is ended by its alarm: {missed}")
-
-        thread = threading.Thread(target=watch, name="zeroweave rendezvous", daemon=True)
-        thread.start()
-        try:
-            timeout = timedelta(seconds=self._deadline)
-            yield PrefixStore(name, TCPStore(self._host, self._port, wait_for_workers=False, timeout=timeout))
-        finally:
-            over.set()
-            thread.join()
 
 
 def local_gpu() -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from zeroweave.ranks.differ import Issued
 from zeroweave.ranks.process import host_of
@@ -70,27 +70,33 @@ class Wait:
 class Status:
     """Where a rank is. It tells so each second.
 
-    `issued`, `hash`: its collectives. `latest`: the last of them in words, `here`: where in the program that was and
-    what to do. `call`: where it is, "in forward" or "after step"; `at`: the optimizer step.
-    `step`, `count`: the last step whose collectives it has all issued (-1: none) and their number since the beginning;
-    `steps`: how many such steps there have been, since a run may go back to an earlier `step`; `meetings`: how often it
-    has come to meet the others in a call, the last time after `count`. `left`: how it left, "" while it is there;
-    `count` is then the number of all collectives that it will ever issue. `begun`: see `Failure`, while one is known.
+    `issued`, `hash`: its collectives. `here`: where in the program the last of them was, and what to do. `call`: where
+    it is, "in forward" or "after step"; `at`: the optimizer step. `left`: how it left, "" while it is there; it issues
+    no collective after that. `begun`: see `Failure`.
     """
 
     issued: int = 0
     hash: int = 0
-    latest: str = ""
     here: str = ""
     call: str = ""
     at: int = 0
     waits: Wait | None = None
-    step: int = -1
-    count: int = 0
-    steps: int = 0
-    meetings: int = 0
     left: str = ""
     begun: Mapping[str, int] = field(default_factory=dict)
+
+
+class Brought(NamedTuple):
+    """What a rank brings to an operation: `label` says where it is, `kind` how the ranks' `data` become one answer.
+
+    `issued`: its collectives so far, of which no rank issues another one before it comes here; None: ranks may.
+    It travels as a plain tuple, like the answer: a pickle of that is read in half the time.
+    """
+
+    label: str
+    kind: str
+    data: bytes
+    deadline: float
+    issued: int | None = None
 
 
 @dataclass
@@ -98,9 +104,8 @@ class Member:
     """A rank, as the coordinator sees it. Times are of its `RunningClock`.
 
     `heard`: when it told its status last, `changed`: when it told of another number of collectives. `looks`: how often
-    nothing new had come from it. `stopped`: its process is, as another one on its machine sees. `gone`: its connection
-    ended without a word. `parted`: it knows that rank 0 has left. `operations`: of the control group, of which the last
-    was at `place`.
+    nothing new had come from it. `gone`: its connection ended without a word. `parted`: it knows that rank 0 has left.
+    `operations`: of the control group, of which the last was at `place`.
     """
 
     process: str = ""
@@ -110,7 +115,6 @@ class Member:
     heard: float = 0.0
     changed: float = 0.0
     looks: int = 0
-    stopped: bool = False
     gone: bool = False
     parted: bool = False
     operations: int = 0
@@ -128,15 +132,12 @@ class Member:
     def tells(self, status: Status, now: float) -> None:
         if status.issued != self.status.issued:
             self.changed = now
-        self.status, self.heard, self.looks, self.stopped = status, now, 0, False
+        self.status, self.heard, self.looks = status, now, 0
 
-    def silent(self) -> int:
-        """Looks since it has told something; to be called at each."""
-        self.looks += 1
-        return self.looks - 1
-
-    def stops(self) -> None:
-        self.stopped = True
+    def looked(self) -> None:
+        """The coordinator has looked once more."""
+        if self.there:
+            self.looks += 1
 
     def fails(self, failure: Failure, now: float) -> None:
         self.failure, self.failed = failure, now
