@@ -14,6 +14,7 @@ from typing import Any, Final
 from zeroweave.engine.samples import About
 from zeroweave.schedule import (
     Costs,
+    Instruction,
     Measured,
     Operation,
     Prediction,
@@ -221,9 +222,8 @@ def shares(schedule: Schedule, course: Course) -> dict[str, float]:
     for span in course.spans:
         if span.lane == "compute":
             found[_named(schedule, span)[0]] += span.stop - span.start
+    awaited: dict[type[Instruction], str] = {Settle: "reduce", Wait: "gather"}
     for index, seconds in course.waits.items():
         # `Release` waits for activations on their way out, an event for those on their way back.
-        instruction = schedule.instructions[index]
-        waits_for = {Settle: "reduce", Wait: "gather"}.get(type(instruction), "copy")
-        found[waits_for] += seconds
+        found[awaited.get(type(schedule.instructions[index]), "copy")] += seconds
     return {**found, "rest": max(0.0, course.seconds - sum(found.values()))}
