@@ -120,9 +120,9 @@ def facts_of(
 ) -> Facts:
     """What schedules are made from, before the settings are put in.
 
-    `there`: the buckets whose flat is their shard: they are always gathered, and that takes no memory.
-    `least`: bytes from which on a bucket has a place where copy engines gather it; None: they gather none. `fixed`: all
-    buckets have fixed addresses, which CUDA graphs need; those that the stage keeps have them without a place.
+    `there`: the buckets whose flat is their shard: they are always gathered, and that takes no memory. `least`: copy
+    engines gather buckets of at least so many bytes, each in a place; None: they gather none. `fixed`: all buckets have
+    fixed addresses, which CUDA graphs need; those that the stage keeps have them without a place.
     """
     layouts = tuple(layouts)
     whole = config.gradient_clipping is not None or checks(config, layouts)

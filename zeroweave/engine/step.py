@@ -51,7 +51,7 @@ class OptimizerStep:
         parts.progress.ledger.begin_step()
 
     def remember(self) -> Callable[[], None]:
-        """What brings back what steps change, here and in the scaler."""
+        """Returns a function that restores what steps change, here and in the scaler."""
         now, scaler_back = (self.skipped, self.applied, self.executed), self.scaler.remember()
 
         def back() -> None:

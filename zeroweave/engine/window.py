@@ -56,7 +56,7 @@ class Window(Observer):
         """true if a warning has said that a loss was not"""
 
     def remember(self) -> Callable[[], None]:
-        """What brings back, of all that steps change, what `abort` leaves."""
+        """Returns a function that restores what steps change here and `abort` does not reset."""
         now = self.micro_steps, self.said
 
         def back() -> None:

@@ -34,7 +34,7 @@ _NEVER = {
         ("adafactor", "came", "galoreadamw", "shampoo", "distributedshampoo", "sm3", "soap", "adammini"), _FACTORED
     ),
 }
-"""Optimizers that whole parameters do not help, by the lower-case names of their classes and base classes."""
+"""Optimizers that cannot be used even with whole parameters, by the lower-case names of their classes and bases."""
 
 _OF_WHOLES = {
     **dict.fromkeys(("muon", "adamuon", "kron", "psgd"), "computes with whole matrices"),

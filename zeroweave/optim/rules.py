@@ -43,7 +43,7 @@ class Launch(NamedTuple):
     """of its first element, in the flat"""
 
     def issue(self, kernels: Kernels, own: Own) -> None:
-        """Launches the kernel with what all kernels take, and its own. The gradient replaces what is not there."""
+        """Launches the kernel with what all kernels take, and its own. The gradient stands in for an absent tensor."""
         factor, values = self.gradient.factor, self.gradient.values
         scalars = values if self.scalars is None else self.scalars
         own.kernel[kernels.programs(values.numel())](

@@ -140,12 +140,13 @@ class ShardedOptimizer:
     def in_turn(
         self, take: Callable[[int], Scaled | None], absent: Mapping[int, Set[int]], order: Sequence[int]
     ) -> Callable[[Sequence[int]], None]:
-        """The function that a step calls with the buckets of `absent` in their turn; it updates by `take(bucket)`.
+        """Returns the function that updates. A step calls it with buckets, keys of `absent`, when their turn comes.
 
-        That is the gradient [shard_numel], any floating dtype, or None. `absent`: of each bucket, the slots without a
-        gradient on any rank; the optimizer skips them, as it does for a `.grad` of None. `order`: that of the turns. An
-        optimizer that only steps as a whole updates all of them in the turn of the last. ParameterError if a group has
-        an option that its states cannot have, and from the function if the optimizer's groups have changed.
+        It gets the gradient of each from `take(bucket)`: [shard_numel] in any floating dtype, or None. `absent`: of
+        each bucket, the slots without a gradient on any rank; the optimizer skips them, as it does for a `.grad` of
+        None. `order`: that of the turns. An optimizer that only steps as a whole updates all of them in the turn of the
+        last. ParameterError if a group has an option that its states cannot have, and from the function if the
+        optimizer's groups have changed.
         """
         if refused := self.offload.refused_in(self.optimizer.param_groups):
             raise ParameterError(f"[ZW302] nothing was updated: the optimizer's {'; '.join(refused)}")

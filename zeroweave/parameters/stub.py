@@ -133,10 +133,11 @@ NO_POST_HOOKS = (
 class AtRest(torch.Tensor):
     """A stub: shape, dtype, device and the like of a parameter, without its values.
 
-    It holds no storage, counts as an `nn.Parameter`, and carries the attributes that the user had set on
-    the parameter. It takes `requires_grad` of what is trained, and tensor hooks. Every read and write of values and
-    gradients (while some wait) raises `ParameterError` with the parameter's name and the way out; none is silently
-    ignored. The one exception is the C function `torch.utils.dlpack.to_dlpack`, which calls no Python.
+    It holds no storage, counts as an `nn.Parameter`, and carries the attributes that the user had set on the parameter.
+    `requires_grad` of a trained one can be set, and tensor hooks can be registered. Its values can be read where
+    `StubStatus.read` allows it, as between a forward and its backward. Any other read or write of values, and of
+    gradients while some wait, raises `ParameterError` with the parameter's name and the way out. The one exception is
+    the C function `torch.utils.dlpack.to_dlpack`, which calls no Python.
     """
 
     _zeroweave_name: str

@@ -24,8 +24,8 @@ silent for longer than the deadline while this rank waits, and that ranks have n
 Where a rank was missed for longer than the deadline, in a collective or by the control group, every rank writes
 Python's stacks before it ends.
 
-A rank that leaves in order (`close`), or whose script ends without an exception, ends nobody by that, but by
-rule 2 those that go on to wait for it.
+A rank that closes its engine (`close`), or whose script ends without an exception, does not end the others. Rule 2
+ends those that wait for it in a collective later.
 
 An engine that is dropped without being destroyed leaves its alarm behind: the others must still learn how its
 process ends, and closing waits for them, which a garbage collector must not. So an alarm keeps no engine alive.

@@ -314,7 +314,7 @@ class Coordinator:
         self._end(reason, any(failure.missed for failure in failures.values()), told)
 
     def _end(self, reason: str, missed: bool = False, told: Mapping[int, str] | None = None) -> None:
-        """Has all processes ended that have not failed; rank 0's, and this thread with it, behind the others.
+        """Ends every process that has not failed. Rank 0 comes last, because this thread ends with it.
 
         Those that have are told why the others end: `told` of each, or else the reason.
         """

@@ -10,7 +10,8 @@ from zeroweave.ranks.status import Brought, Member, names, nodes
 ALIKE_SECONDS: Final = 10.0
 """Seconds that a rank gets to fail alike while it is in a collective of the program's own process group.
 
-That is one which the failed rank had not begun, so it probably cannot leave it. Any other rank gets until the deadline.
+The failed rank had not begun that collective, so a rank that waits in it probably never returns. A rank that waits
+anywhere else has until the deadline.
 """
 SILENCE: Final = 60
 """Looks without a sign of life after which a late rank counts as missing.
@@ -74,10 +75,10 @@ def waits_in_vain(members: Sequence[Member], brought: Mapping[int, Brought]) -> 
 def late(members: Sequence[Member], now: float, deadline: float, stopped: Set[int] = frozenset()) -> str | None:
     """Which ranks have not come to a collective before the deadline of one that waits there; None where there are none.
 
-    They have issued fewer, and nothing more for as long. What they say is some time old when it is read: only what
-    they have said after the deadline counts, or that they have said nothing for `SILENCE` looks, or that their
-    processes are gone, or `stopped`: such a rank is late even if it has come, as it may be stopped in the middle of the
-    collective. A rank that no other one waits for may be silent for as long as it likes.
+    Such a rank has issued fewer collectives, and no new one during the whole wait. Its status may be out of date, so it
+    counts only if it has sent a status after the deadline, has been silent for `SILENCE` looks, or its process is gone
+    or `stopped`. A stopped rank is late even if it has come, because it may be stopped in the middle of the collective.
+    A rank that no other one waits for may be silent for as long as it likes.
     """
     there = {rank: member for rank, member in enumerate(members) if not member.status.left}
     least = min((member.status.issued for member in there.values()), default=0)

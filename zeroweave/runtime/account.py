@@ -135,7 +135,10 @@ class Account:
         self.local, self._sums = local, self.bucket.views(local)
 
     def add(self, slot: int, gradient: torch.Tensor, made: bool = False) -> None:
-        """A contribution. `made`: no other tensor shares its memory. The slot's local sum: it has been added there."""
+        """Enters one contribution. `made`: no other tensor shares its memory.
+
+        If `gradient` is the slot's local sum itself, the backward has added to it already, and it is only counted.
+        """
         self.had_gradient.add(slot)
         self._fresh = True
         if self._sums and gradient is self._sums[slot]:
@@ -169,10 +172,10 @@ class Account:
             self._hooked.add(slot)
 
     def newly_complete(self, reducing: bool) -> bool:
-        """True if all that was announced is there since this contribution; once until it is added up.
+        """True once, when the last announced gradient has arrived. True again after these have been added up.
 
-        A backward that reduces also waits for gradients that may come: the bucket is reduced once. Others add these up
-        when they come, and need no memory for gradients that wait, unless hooks wait for all of them.
+        A backward that reduces also waits for gradients that may still come, so that it reduces the bucket once. Other
+        backwards add each gradient to the local sum at once and keep none, unless a hook waits for the whole gradient.
         """
         missing = self._announced or self._expected or (self._read if reducing else self._unhooked)
         if self.reported or missing or not (self._armed and self._fresh):
@@ -213,7 +216,10 @@ class Account:
         return parts
 
     def settle(self, result: torch.Tensor) -> None:
-        """The window's first result is its gradient; later ones are added. Where groups follow, the near sum is."""
+        """The window's first result becomes its gradient, and later ones are added.
+
+        If the bucket is reduced across groups as well, results add up in the near sum instead.
+        """
         if not self.bucket.layout.crosses:
             self.arrive(result)
         else:

@@ -1,9 +1,9 @@
 """CUDA graphs of templates' executions. The user's Python runs in every step: a graph has the kernels of a template.
 
-A **unit** is what happens from an outermost forward up to the next one that finds nothing of it alive. As a rule that
-is a forward with its backward. A **recording** is the sequence of a unit's steps: executions of templates, each a
-graph, and memory that was lent. All recordings share one pool of memory. They are made while nothing in the pool is
-alive, and replayed in the same order with the same lifetimes. So what a replay overwrites is dead, as it was in the
+A **unit** begins with an outermost forward, and ends at the next one at which no tensor of the unit is in use. As a
+rule that is a forward with its backward. A **recording** is the sequence of a unit's steps: executions of templates,
+each a graph, and memory that was lent. All recordings share one pool of memory. They are made while nothing in the pool
+is alive, and replayed in the same order with the same lifetimes. So what a replay overwrites is dead, as it was in the
 recording.
 
     PLAIN      templates run without graphs
@@ -11,8 +11,8 @@ recording.
     REPLAYING  the unit has followed a recording so far; where it departs, the rest of it is PLAIN
 
 A unit is recorded when its signature has been seen before, and all that it runs has run then: code that runs for the
-first time may compile and measure kernels. Nothing else can use memory of the pool. So there are recordings only while
-the device has room for one more unit beside the pool.
+first time may compile and measure kernels. Memory in the pool is lost to everything else. So recordings are kept only
+while the device has room for the pool and a unit without graphs.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Block:
         return storage_use_count(self._storage) > self._own
 
     def pattern(self, view: View) -> Tensor:
-        """A tensor that does not count as one that has the memory; its `data` does, with its own version."""
+        """A tensor over the memory that does not make it `alive`. Its `data` does, and has a version of its own."""
         self._own += 1
         return view.on(self._storage)
 

@@ -69,9 +69,10 @@ class GradientFlat:
 
     @torch.no_grad()
     def collect(self, parts: Mapping[int, torch.Tensor]) -> Parts:
-        """All parts in one flat, if some are there; else the parts unchanged. They are those of which `came` was told.
+        """Returns one flat with all parts if some gradient was written into it, otherwise `parts` as they are.
 
-        They are unchanged, too, if a place is still lent: a reduction would read it while it may be written.
+        `parts`: the gradients that `came` was told of. They are returned as they are, too, if a place is still lent: a
+        reduction would read it while it may be written.
         """
         flat, there, lent, whole = self._flat, self._there, self._lent, self._whole
         self.clear()

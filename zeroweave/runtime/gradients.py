@@ -152,7 +152,7 @@ class Gradients:
     def fold(self, buckets: Iterable[int]) -> None:
         """Adds the parts of a backward that does not reduce to the local sums.
 
-        A backward that runs further ones inside completes a bucket once more for each: all are added there.
+        If a backward runs others inside it, a bucket is complete once for each of them. Each time its parts are added.
         """
         for account in map(self._accounts.__getitem__, buckets):
             first = account.local is None
@@ -163,9 +163,9 @@ class Gradients:
     def issue(self, bucket_id: int) -> None:
         """Starts the reduction of what the bucket has now; missing slots count as zeros.
 
-        A local sum travels in the dtype in which it was added up, if no other is set for reductions: rounding it
-        would lose more than the roundings of its terms' reductions. All buckets of this backward travel in that dtype
-        then, on all ranks: another rank may have a local sum where this one has none.
+        A local sum is reduced in the dtype in which it was added up, unless `precision.reduce` sets another: to round
+        the sum would lose more than to round each of its terms. All buckets of this backward are reduced in that dtype
+        then, on all ranks, because another rank may have a local sum where this one has none.
         """
         account = self._accounts[bucket_id]
         bucket, like = account.bucket, account.bucket.flat

@@ -11,7 +11,7 @@ from zeroweave.comm.transport import ReduceOp
 
 @dataclass(frozen=True)
 class Policy:
-    """How gradients and parameters are kept. A stage is `kept_by_stage`, `optional` and `Observer.reduces`."""
+    """How gradients and parameters are kept. A stage is `kept_by_stage`, `optional` and `Window.reduces`."""
 
     kept_by_stage: frozenset[int]
     """buckets that stay unsharded until the optimizer step"""
@@ -29,7 +29,7 @@ class Policy:
     params_off: bool = False
     """True if all shards are, too"""
     states_fill: bool = False
-    """states on their way to an update may take device memory that no step has needed: one rank keeps nothing there"""
+    """True if states on their way to an update may take device memory that no step has needed: with one rank"""
     remainder: torch.dtype | None = None
     """float32 masters of bfloat16 are kept as bfloat16 and a remainder of this dtype; None: in float32"""
     compact: frozenset[int] = frozenset()

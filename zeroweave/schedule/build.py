@@ -156,8 +156,8 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     rest settles, every reduced bucket is updated in the order of its last ``Settle``, and the kept buckets are
     dropped, but for those that no update changes. Replicated buckets: after the last ``Settle`` a ``ReduceAcross``
     each, in the order of their reductions, and one more ``Settle`` before the update. Those that are spread: after all
-    updates a ``GatherAcross`` each, in the order of the layout. Both orders are also those of a rank that has departed:
-    ranks may depart alone.
+    updates a ``GatherAcross`` each, in the order of the layout. A rank that has departed uses the same two orders,
+    because other ranks may still follow the schedule.
 
     Raises ScheduleError for a record that no schedule can fit: calls left and not entered or the reverse,
     unknown buckets, gradients of a bucket that is not trainable.

@@ -142,7 +142,7 @@ def away_of(schedule: Schedule, moves: Iterable[Move]) -> list[int]:
 
 
 def most_by_event(schedule: Schedule, memory: Sequence[int]) -> list[int]:
-    """While each event is the last: the most of ``memory``, which is known of each instruction."""
+    """For each event, the most of ``memory`` between it and the next. ``memory`` is known of each instruction."""
     most: list[int] = []
     for instruction, used in zip(schedule.instructions, memory, strict=True):
         if is_event(instruction):

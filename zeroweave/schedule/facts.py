@@ -50,12 +50,12 @@ class Line:
 class Costs:
     """Measured costs of a record's events. Seconds and bytes.
 
-    compute[i]: from event i to the next, or to the end of the step. update: the optimizer on each bucket.
-    gathers, reductions: measured times by bucket; ``gather`` and ``reduce`` predict the others by size.
-    activations[i]: bytes without the model's state, all flats and reductions in flight while event i is the last,
-    against the start of the step, as if none of them were moved to host memory. copy: of such a move, by its bytes,
-    no time where nothing was moved; moves: what any rank can move. filled: bytes of flats, reductions in flight and
-    activations at most while it was measured; resident: of everything else, model state included; room: bytes that
+    compute[i]: from event i to the next, or to the end of the step. update: the optimizer on each bucket. gathers,
+    reductions: measured times by bucket; ``gather`` and ``reduce`` predict the others by size. activations[i]: bytes in
+    use between event i and the next, less those at the start of the step. The model's state, flats and reductions in
+    flight do not count; activations that are in host memory count as if they were not. copy: of such a move, by its
+    bytes, no time where nothing was moved; moves: what any rank can move. filled: bytes of flats, reductions in flight
+    and activations at most while it was measured; resident: of everything else, model state included; room: bytes that
     could be allocated at most; 0 where that is unknown. held[i]: bytes, without its gradient flat, that event i, if it
     is a reduction, has until it is settled; empty where that is unknown.
     """

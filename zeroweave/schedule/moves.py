@@ -46,9 +46,9 @@ def moves_of(record: tuple[Event, ...]) -> tuple[Move, ...]:
 
 
 def merge(ranks: Sequence[tuple[Move, ...]]) -> tuple[Move, ...]:
-    """What all ranks decide by: everything that any of them moves, until the first of them needs it.
+    """The moves that all ranks decide by: each that some rank makes, up to the first event at which any rank needs it.
 
-    The bytes are the least of any rank, 0 where one has nothing to move: no rank keeps more than is predicted.
+    Its bytes are the least of any rank, 0 where one has nothing to move. So no rank keeps more than is predicted.
     ``ranks``: in the same order on all of them.
     """
     known: dict[tuple[Call, int], list[Move]] = {}
