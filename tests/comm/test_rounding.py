@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zeroweave._torch.fake import OperatorMode, operator_name, without_memory
+from zeroweave._torch.modes import OperatorMode, operator_name, without_memory
 from zeroweave.comm.rounding import cast, cast_, join_, split_
 
 

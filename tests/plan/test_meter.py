@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroweave._torch.fake import without_memory
+from zeroweave._torch.modes import without_memory
 from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
 from zeroweave.plan.meter import Lane, Meter, Passed, PlannedClock, PlannedKernels
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.plan.test_hardware import WHOLE
-from zeroweave._torch.fake import without_memory
+from zeroweave._torch.modes import without_memory
 from zeroweave.layout import ParameterSpec, build_layout
 from zeroweave.plan.hardware import GPUS, Hardware
 from zeroweave.plan.meter import Meter, PlannedClock

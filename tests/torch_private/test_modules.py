@@ -1,4 +1,4 @@
-"""The insides of modules."""
+"""The insides of modules and of optimizers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from torch.nn.modules.module import (
     register_module_full_backward_hook,
     register_module_full_backward_pre_hook,
 )
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from zeroweave._torch.modules import (
     Hooks,
     child_modules,
+    has_step_hooks,
     is_compiled_function,
+    is_step_replaced,
     parameter_entries,
     refresh_rnn_weights,
     shapes_state_dict,
@@ -150,3 +153,18 @@ def test_hooks_of_ones_own_do_not_count() -> None:
     assert not shapes_state_dict(module, {handle.id}, loading=True)
     module.register_load_state_dict_pre_hook(lambda *_: None)
     assert shapes_state_dict(module, {handle.id}, loading=True)
+
+
+def test_who_listens_to_an_optimizer_is_seen() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert not is_step_replaced(optimizer) and not has_step_hooks(optimizer)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    assert has_step_hooks(optimizer)
+    handle.remove()
+    everywhere = register_optimizer_step_post_hook(lambda *_: None)
+    assert has_step_hooks(optimizer)
+    everywhere.remove()
+    assert not has_step_hooks(optimizer)
+    optimizer.step = lambda: None
+    assert is_step_replaced(optimizer)

@@ -7,7 +7,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from zeroweave._triton.constants import CHANCES, CODED_BLOCK, LEAST_SCALE
+from zeroweave._triton import CHANCES, CODED_BLOCK, LEAST_SCALE
 
 PER_SCALE: Final = tl.constexpr(CODED_BLOCK)
 """Elements of a block."""

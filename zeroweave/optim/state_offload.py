@@ -25,8 +25,7 @@ import torch
 from zeroweave._torch.storages import storage_key
 from zeroweave.optim.codes import Coded, decode
 from zeroweave.optim.compact import CompactMoments, refused_in
-from zeroweave.optim.fragments import Fragments
-from zeroweave.optim.moments import FragmentMoment, Kind, moments_of
+from zeroweave.optim.fragments import FragmentMoment, Fragments, Kind, moments_of
 from zeroweave.optim.states import is_cut, tensors_in
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.transfers import Download, HostTensor, Transfers, Upload

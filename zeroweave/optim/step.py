@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from zeroweave._torch.optimizers import has_step_hooks, is_step_replaced
+from zeroweave._torch.modules import has_step_hooks, is_step_replaced
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError
 from zeroweave.optim.check import ELEMENT_WISE

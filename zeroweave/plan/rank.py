@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from zeroweave._torch.fake import value_errors, without_memory
 from zeroweave._torch.fx import map_tensors, run_random_plainly
+from zeroweave._torch.modes import value_errors, without_memory
 from zeroweave.comm.wire import Wire
 from zeroweave.compile.bind import Boxed
 from zeroweave.compile.frames import keep_package_from_dynamo
