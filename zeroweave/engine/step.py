@@ -14,7 +14,7 @@ from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.window import Window
 from zeroweave.errors import NonFiniteError
 from zeroweave.optim.adaptive import Adaptive
-from zeroweave.optim.options import Options, clipping, shared_options
+from zeroweave.optim.options import Options, numbers_of, shared_options
 from zeroweave.optim.scaler import Scaler
 from zeroweave.schedule import Instruction, Schedule
 
@@ -138,7 +138,7 @@ class OptimizerStep:
         """By which this rank would update at the end of the present window, as they are now."""
         optimizer = self._parts.optimizer
         found = {} if optimizer is None else shared_options(optimizer.optimizer, optimizer.shared)
-        return {**found, **clipping(self._scaler.limits)}
+        return {**found, "'max_norm' of clip_grad_norm_": numbers_of(self._scaler.limits)}
 
     def _nonfinite(self) -> bool:
         """True if gradients of this rank are infinite or NaN. False where they are not checked."""

@@ -108,14 +108,16 @@ class OnePass:
         fits = all(self._rule.fits(group) for group in self._optimizer.param_groups)
         return fits and self._buckets[bucket].shard.dtype == torch.float32
 
-    def _scalars(self, each: Range, on: torch.device) -> torch.Tensor | None:
-        """Those of a range whose counters have increased; None where the host has them."""
+    def _scalars(self, each: Range, on: torch.device) -> tuple[Sequence[float], torch.Tensor | None]:
+        """Those of a range whose counters have increased; see `Launch`. No value is read from the device."""
         group = self._optimizer.param_groups[each.group]
-        rate = group["lr"]
+        rate, step = group["lr"], each.step + 1
         if not isinstance(rate, torch.Tensor) or rate.device != on:
-            return None
-        counter = each.steps[0] if each.steps and each.steps[0].device == on else None
-        return self._rule.scalars(group, rate, each.step + 1 if counter is None else counter)
+            return self._rule.scalars(group, float(rate), step), None
+        rate = rate.double().reshape(())
+        counter = each.steps[0].double() if each.steps and each.steps[0].device == on else torch.full_like(rate, step)
+        found = self._rule.scalars(group, rate, counter)
+        return (0.0,) * len(found), torch.stack([*found, counter]).float()
 
     @torch.no_grad()
     def update(self, bucket: int, masters: Masters, gradient: Scaled, absent: Set[int]) -> None:
@@ -127,11 +129,12 @@ class OnePass:
             group = groups[each.group]
             if each.steps:
                 foreach_increase_(each.steps, 1.0)
-            scalars = self._scalars(each, gradient.values.device)
+            scalars, on_device = self._scalars(each, gradient.values.device)
             masters_of = masters.of(each.start, each.stop)
             part = Scaled(gradient.values[each.start : each.stop], gradient.factor)
             step = each.step + 1
-            launch = Launch(masters_of, part, each.moments, each.first, group, step, scalars, first + each.start)
+            at = first + each.start
+            launch = Launch(masters_of, part, each.moments, each.first, group, step, scalars, on_device, at)
             launch.issue(self._kernels, self._rule.own(self._kernels, launch))
             ranges[index] = each._replace(step=step, first=False, versions=_versions(each.steps))
 

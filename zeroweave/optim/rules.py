@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -37,20 +36,22 @@ class Launch(NamedTuple):
     """of the group"""
     step: int
     """which one this is, from 1"""
-    scalars: torch.Tensor | None
-    """see `Rule.scalars`; None: the host computes them from `options` and `step`"""
+    scalars: Sequence[float]
+    """see `Rule.scalars`; zeros if they are on the device"""
+    on_device: torch.Tensor | None
+    """the scalars and then the step, float32 [n + 1]; None if the host has them"""
     position: int
     """of its first element, in the flat"""
 
     def issue(self, kernels: Kernels, own: Own) -> None:
         """Launches the kernel with what all kernels take, and its own. The gradient replaces what is not there."""
         factor, values = self.gradient.factor, self.gradient.values
-        scalars = values if self.scalars is None else self.scalars
         own.kernel[kernels.programs(values.numel())](
-            *self.masters[:2], values, *own.moments, values if factor is None else factor, scalars,
-            values.numel(), *own.numbers, **own.flags,
+            *self.masters[:2], values, *own.moments, values if factor is None else factor,
+            values if self.on_device is None else self.on_device,
+            values.numel(), *self.scalars, *own.numbers, **own.flags,
             SPLIT=self.masters[2], FACTOR=0 if factor is None else 1 if isinstance(factor, float) else 2,
-            DEVICE=self.scalars is not None, MAXIMIZE=self.options["maximize"],
+            DEVICE=self.on_device is not None, MAXIMIZE=self.options["maximize"],
             SIZE=kernels.BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -61,6 +62,7 @@ class Own(NamedTuple):
     kernel: Any
     moments: Sequence[torch.Tensor]
     numbers: Sequence[float]
+    """behind the scalars"""
     flags: Mapping[str, bool]
 
 
@@ -91,14 +93,11 @@ class Rule(Protocol):
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The keys of what it keeps of each element, in the order of torch."""
 
+    def scalars(self, group: Mapping[str, Any], rate: Any, step: Any) -> tuple[Any, ...]:
+        """What depends on the learning rate and the step: of numbers numbers, of float64 tensors [] such tensors."""
+
     def own(self, kernels: Kernels, launch: Launch) -> Own:
         """What its kernel takes for an update."""
-
-    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
-        """What depends on the learning rate and the step, float32 on the device, where the rate is there.
-
-        `step`: one [], or several [n]; a row for each, [some] or [n, some].
-        """
 
 
 def _number(value: Any) -> bool:
@@ -121,30 +120,20 @@ class AdamRule:
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
-        (beta1, beta2), rate = group["betas"], rate.double().reshape(())
-        step = step.double() if isinstance(step, torch.Tensor) else torch.full_like(rate, step)
-        keep = (1 - rate * group["weight_decay"]).expand_as(step)
-        return torch.stack([keep, rate / (1 - beta1**step), (1 - beta2**step).sqrt(), step], dim=-1).float()
+    def scalars(self, group: Mapping[str, Any], rate: Any, step: Any) -> tuple[Any, ...]:
+        beta1, beta2 = group["betas"]
+        return 1 - rate * group["weight_decay"], rate / (1 - beta1**step), (1 - beta2**step) ** 0.5
 
     def own(self, kernels: Kernels, launch: Launch) -> Own:
         group, moments = launch.options, launch.moments
         beta1, beta2 = group["betas"]
-        numbers = (0.0, 0.0, 0.0)
-        if launch.scalars is None:
-            rate = float(group["lr"])
-            numbers = (
-                1 - rate * group["weight_decay"],
-                rate / (1 - beta1**launch.step),
-                math.sqrt(1 - beta2**launch.step),
-            )
-        more = (*numbers, float(group["weight_decay"]), 1 - beta1, beta2, 1 - beta2, group["eps"])
+        numbers = (float(group["weight_decay"]), 1 - beta1, beta2, 1 - beta2, group["eps"])
         decoupled = self._decoupled or group.get("decoupled_weight_decay", False)
         flags = {"COUPLED": not decoupled and group["weight_decay"] != 0}
         if self._compact:
-            return Own(kernels.compact_adam, moments, (*more, launch.position, launch.step), flags)
+            return Own(kernels.compact_adam, moments, (*numbers, launch.position, launch.step), flags)
         largest = moments[2] if group["amsgrad"] else moments[1]
-        return Own(kernels.adam, (*moments[:2], largest), more, {**flags, "AMSGRAD": group["amsgrad"]})
+        return Own(kernels.adam, (*moments[:2], largest), numbers, {**flags, "AMSGRAD": group["amsgrad"]})
 
 
 class SGDRule:
@@ -159,14 +148,13 @@ class SGDRule:
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
-        return rate.float()
+    def scalars(self, group: Mapping[str, Any], rate: Any, step: Any) -> tuple[Any, ...]:
+        return (rate,)
 
     def own(self, kernels: Kernels, launch: Launch) -> Own:
         group, decay, momentum = launch.options, float(launch.options["weight_decay"]), bool(launch.moments)
-        rate = float(group["lr"]) if launch.scalars is None else 0.0
         flags = {"DECAY": decay != 0, "MOMENTUM": momentum, "FIRST": launch.first, "NESTEROV": group["nesterov"]}
-        numbers = rate, decay, float(group["momentum"]), 1.0 - group["dampening"]
+        numbers = decay, float(group["momentum"]), 1.0 - group["dampening"]
         return Own(kernels.sgd, launch.moments if momentum else [launch.gradient.values], numbers, flags)
 
 
@@ -182,15 +170,12 @@ class AdagradRule:
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("sum",)
 
-    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
-        step = step.double() if isinstance(step, torch.Tensor) else step
-        return (rate.double() / (1 + (step - 1) * group["lr_decay"])).float().unsqueeze(-1)
+    def scalars(self, group: Mapping[str, Any], rate: Any, step: Any) -> tuple[Any, ...]:
+        return (rate / (1 + (step - 1) * group["lr_decay"]),)
 
     def own(self, kernels: Kernels, launch: Launch) -> Own:
-        group = launch.options
-        rate = 0.0 if launch.scalars is not None else float(group["lr"]) / (1 + (launch.step - 1) * group["lr_decay"])
-        decay = float(group["weight_decay"])
-        return Own(kernels.adagrad, launch.moments, (rate, decay, group["eps"]), {"DECAY": decay != 0})
+        decay = float(launch.options["weight_decay"])
+        return Own(kernels.adagrad, launch.moments, (decay, launch.options["eps"]), {"DECAY": decay != 0})
 
 
 class LionRule:
@@ -204,16 +189,12 @@ class LionRule:
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",)
 
-    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
-        rate = rate.double().reshape(())
-        return torch.stack([1 - rate * group["weight_decay"], rate]).float()
+    def scalars(self, group: Mapping[str, Any], rate: Any, step: Any) -> tuple[Any, ...]:
+        return 1 - rate * group["weight_decay"], rate
 
     def own(self, kernels: Kernels, launch: Launch) -> Own:
-        (beta1, beta2), rate = launch.options["betas"], 0.0
-        if launch.scalars is None:
-            rate = float(launch.options["lr"])
-        numbers = (1 - rate * launch.options["weight_decay"], rate, beta1, 1 - beta1, beta2, 1 - beta2)
-        return Own(kernels.lion, launch.moments, numbers, {})
+        beta1, beta2 = launch.options["betas"]
+        return Own(kernels.lion, launch.moments, (beta1, 1 - beta1, beta2, 1 - beta2), {})
 
 
 RULES: Final[Mapping[type[torch.optim.Optimizer], Rule]] = {
