@@ -2,7 +2,7 @@
 
 The arithmetic is float32, in the order of `torch.optim`'s implementations for lists of tensors, each result within a
 unit of the last place of theirs; Lion's are the bits of `optim.lion`. What a step has of one value each is computed in
-double precision: on the host, and handed in, or on the device where the learning rate is there, and read there.
+double precision on the host, and handed in.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ def adam(
     square,
     largest,
     factor,
-    scalars,
     numel,
     keep,
     size,
@@ -75,19 +74,13 @@ def adam(
     eps,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
-    DEVICE: tl.constexpr,
     COUPLED: tl.constexpr,
     AMSGRAD: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Adam, and AdamW where not COUPLED; `rest1`, `rest2`: 1 - beta1, 1 - beta2.
-
-    DEVICE: `keep`, `size` and `root` are the first of `scalars`, float32.
-    """
+    """Adam, and AdamW where not COUPLED; `rest1`, `rest2`: 1 - beta1, 1 - beta2."""
     at, there = _there(numel, SIZE)
-    if DEVICE:
-        keep, size, root = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     values = _master(master, remainder, at, there, SPLIT)
     grad = _gradient(gradient, factor, at, there, FACTOR, MAXIMIZE)
     if COUPLED:
@@ -116,7 +109,6 @@ def compact_adam(
     averages,
     squares,
     factor,
-    scalars,
     numel,
     keep,
     size,
@@ -130,19 +122,15 @@ def compact_adam(
     step,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
-    DEVICE: tl.constexpr,
     COUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """`adam` with codes for moments, whose scales are `averages` and `squares`, and masters of 24 bits.
 
-    The range begins with a block, at `position` of the flat. DEVICE: `step` is the fourth of `scalars`.
+    The range begins with a block, at `position` of the flat.
     """
     tl.static_assert(SPLIT)
-    if DEVICE:
-        keep, size, root = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
-        step = tl.load(scalars + 3).to(tl.int32)
     block = tl.program_id(0).to(tl.int64) * (SIZE // PER_SCALE) + tl.arange(0, SIZE // PER_SCALE)
     at = block[:, None] * PER_SCALE + tl.arange(0, PER_SCALE)[None, :]
     some, there = block * PER_SCALE < numel, at < numel
@@ -176,7 +164,6 @@ def sgd(
     gradient,
     buffer,
     factor,
-    scalars,
     numel,
     rate,
     decay,
@@ -184,7 +171,6 @@ def sgd(
     undamped,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
-    DEVICE: tl.constexpr,
     DECAY: tl.constexpr,
     MOMENTUM: tl.constexpr,
     FIRST: tl.constexpr,
@@ -192,10 +178,8 @@ def sgd(
     MAXIMIZE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """SGD; `undamped`: 1 - dampening. FIRST: there is no momentum yet. DEVICE: `rate` is the first of `scalars`."""
+    """SGD; `undamped`: 1 - dampening. FIRST: there is no momentum yet."""
     at, there = _there(numel, SIZE)
-    if DEVICE:
-        rate = tl.load(scalars)
     values = _master(master, remainder, at, there, SPLIT)
     grad = _gradient(gradient, factor, at, there, FACTOR, MAXIMIZE)
     if DECAY:
@@ -214,22 +198,18 @@ def adagrad(
     gradient,
     total,
     factor,
-    scalars,
     numel,
     rate,
     decay,
     eps,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
-    DEVICE: tl.constexpr,
     DECAY: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Adagrad; `rate`: as it has fallen. DEVICE: it is the first of `scalars`."""
+    """Adagrad; `rate`: as it has fallen."""
     at, there = _there(numel, SIZE)
-    if DEVICE:
-        rate = tl.load(scalars)
     values = _master(master, remainder, at, there, SPLIT)
     grad = _gradient(gradient, factor, at, there, FACTOR, MAXIMIZE)
     if DECAY:
@@ -246,7 +226,6 @@ def lion(
     gradient,
     average,
     factor,
-    scalars,
     numel,
     keep,
     rate,
@@ -256,14 +235,11 @@ def lion(
     rest2,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
-    DEVICE: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Lion; `keep`: 1 - rate * decay, `rest…`: 1 - beta. DEVICE: `keep` and `rate` are the first of `scalars`."""
+    """Lion; `keep`: 1 - rate * decay, `rest…`: 1 - beta."""
     at, there = _there(numel, SIZE)
-    if DEVICE:
-        keep, rate = tl.load(scalars), tl.load(scalars + 1)
     values = _master(master, remainder, at, there, SPLIT)
     grad = _gradient(gradient, factor, at, there, FACTOR, MAXIMIZE)
     moved = tl.load(average + at, there)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -36,10 +37,6 @@ class Launch(NamedTuple):
     """of the group"""
     step: int
     """which one this is, from 1"""
-    scalars: Sequence[float]
-    """see `Rule.scalars`; zeros if they are on the device"""
-    on_device: torch.Tensor | None
-    """the scalars and then the step, float32 [n + 1]; None if the host has them"""
     position: int
     """of its first element, in the flat"""
 
@@ -48,11 +45,9 @@ class Launch(NamedTuple):
         factor, values = self.gradient.factor, self.gradient.values
         own.kernel[kernels.programs(values.numel())](
             *self.masters[:2], values, *own.moments, values if factor is None else factor,
-            values if self.on_device is None else self.on_device,
-            values.numel(), *self.scalars, *own.numbers, **own.flags,
+            values.numel(), *own.numbers, **own.flags,
             SPLIT=self.masters[2], FACTOR=0 if factor is None else 1 if isinstance(factor, float) else 2,
-            DEVICE=self.on_device is not None, MAXIMIZE=self.options["maximize"],
-            SIZE=kernels.BLOCK, enable_fp_fusion=False,
+            MAXIMIZE=self.options["maximize"], SIZE=kernels.BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -62,7 +57,6 @@ class Own(NamedTuple):
     kernel: Any
     moments: Sequence[torch.Tensor]
     numbers: Sequence[float]
-    """behind the scalars"""
     flags: Mapping[str, bool]
 
 
@@ -93,9 +87,6 @@ class Rule(Protocol):
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The keys of what it keeps of each element, in the order of torch."""
 
-    def scalars(self, group: Mapping[str, Any], rate: Any, step: Any) -> tuple[Any, ...]:
-        """What depends on the learning rate and the step: of numbers numbers, of float64 tensors [] such tensors."""
-
     def own(self, kernels: Kernels, launch: Launch) -> Own:
         """What its kernel takes for an update."""
 
@@ -120,18 +111,15 @@ class AdamRule:
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def scalars(self, group: Mapping[str, Any], rate: Any, step: Any) -> tuple[Any, ...]:
-        beta1, beta2 = group["betas"]
-        return 1 - rate * group["weight_decay"], rate / (1 - beta1**step), (1 - beta2**step) ** 0.5
-
     def own(self, kernels: Kernels, launch: Launch) -> Own:
-        group, moments = launch.options, launch.moments
-        beta1, beta2 = group["betas"]
-        numbers = (float(group["weight_decay"]), 1 - beta1, beta2, 1 - beta2, group["eps"])
+        group, moments, step = launch.options, launch.moments, launch.step
+        (beta1, beta2), rate, decay = group["betas"], float(group["lr"]), float(group["weight_decay"])
+        scalars = 1 - rate * decay, rate / (1 - beta1**step), math.sqrt(1 - beta2**step)
+        numbers = (*scalars, decay, 1 - beta1, beta2, 1 - beta2, group["eps"])
         decoupled = self._decoupled or group.get("decoupled_weight_decay", False)
-        flags = {"COUPLED": not decoupled and group["weight_decay"] != 0}
+        flags = {"COUPLED": not decoupled and decay != 0}
         if self._compact:
-            return Own(kernels.compact_adam, moments, (*numbers, launch.position, launch.step), flags)
+            return Own(kernels.compact_adam, moments, (*numbers, launch.position, step), flags)
         largest = moments[2] if group["amsgrad"] else moments[1]
         return Own(kernels.adam, (*moments[:2], largest), numbers, {**flags, "AMSGRAD": group["amsgrad"]})
 
@@ -148,13 +136,10 @@ class SGDRule:
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def scalars(self, group: Mapping[str, Any], rate: Any, step: Any) -> tuple[Any, ...]:
-        return (rate,)
-
     def own(self, kernels: Kernels, launch: Launch) -> Own:
         group, decay, momentum = launch.options, float(launch.options["weight_decay"]), bool(launch.moments)
         flags = {"DECAY": decay != 0, "MOMENTUM": momentum, "FIRST": launch.first, "NESTEROV": group["nesterov"]}
-        numbers = decay, float(group["momentum"]), 1.0 - group["dampening"]
+        numbers = float(group["lr"]), decay, float(group["momentum"]), 1.0 - group["dampening"]
         return Own(kernels.sgd, launch.moments if momentum else [launch.gradient.values], numbers, flags)
 
 
@@ -170,12 +155,10 @@ class AdagradRule:
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("sum",)
 
-    def scalars(self, group: Mapping[str, Any], rate: Any, step: Any) -> tuple[Any, ...]:
-        return (rate / (1 + (step - 1) * group["lr_decay"]),)
-
     def own(self, kernels: Kernels, launch: Launch) -> Own:
-        decay = float(launch.options["weight_decay"])
-        return Own(kernels.adagrad, launch.moments, (decay, launch.options["eps"]), {"DECAY": decay != 0})
+        group, decay = launch.options, float(launch.options["weight_decay"])
+        rate = float(group["lr"]) / (1 + (launch.step - 1) * group["lr_decay"])
+        return Own(kernels.adagrad, launch.moments, (rate, decay, group["eps"]), {"DECAY": decay != 0})
 
 
 class LionRule:
@@ -189,12 +172,10 @@ class LionRule:
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",)
 
-    def scalars(self, group: Mapping[str, Any], rate: Any, step: Any) -> tuple[Any, ...]:
-        return 1 - rate * group["weight_decay"], rate
-
     def own(self, kernels: Kernels, launch: Launch) -> Own:
-        beta1, beta2 = launch.options["betas"]
-        return Own(kernels.lion, launch.moments, (beta1, 1 - beta1, beta2, 1 - beta2), {})
+        (beta1, beta2), rate = launch.options["betas"], float(launch.options["lr"])
+        numbers = (1 - rate * launch.options["weight_decay"], rate, beta1, 1 - beta1, beta2, 1 - beta2)
+        return Own(kernels.lion, launch.moments, numbers, {})
 
 
 RULES: Final[Mapping[type[torch.optim.Optimizer], Rule]] = {

@@ -474,13 +474,6 @@ class StateOffload:
             if bucket in self._moments:
                 self._transfers.download(self._moments[bucket].lower())
 
-    def tensors(self, bucket: int) -> list[torch.Tensor]:
-        """The tensors of the state of a bucket's fragments, where they are now."""
-        fragments = self._fragments.get(bucket)
-        held = [] if fragments is None else [self._optimizer.state.get(p, {}) for p in fragments.parameters]
-        coded = self.compact[bucket].tensors if bucket in self.compact else []
-        return [value for state in held for value in state.values() if isinstance(value, torch.Tensor)] + coded
-
     def finish(self) -> None:
         """The host may read and write states from here on; before, copies may be under way."""
         self._transfers.finish()
