@@ -9,15 +9,22 @@ The partition guarantees what the templates rely on:
 * every parameter whose gradient the backward returns is among its arguments, so that each gradient can be
   bound to its place at run time, whichever region the template served;
 * such gradients leave the graph contiguous.
+
+Ranks of one machine share what Inductor compiles: one compiles a graph, the others find it in the cache. They meet at a
+file lock next to the cache, one for each graph. There is no collective, so that a rank that compiles less than the
+others, or fails, delays no other rank for longer than the lock's timeout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Final, Literal
 
 import torch
+import xxhash
+from filelock import FileLock, Timeout
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -33,14 +40,15 @@ from zeroweave._torch.inductor import (
 )
 from zeroweave.compile.bind import Boxed, Roles, Split, gradients_of, graph_outputs
 from zeroweave.compile.destinations import INTO
-from zeroweave.compile.lock import compile_lock, graph_key
-from zeroweave.compile.phases import Phases
+from zeroweave.compile.progress import Phases
 from zeroweave.errors import ParameterError
 
 Lower = Literal["inductor", "aot_eager"]
 Kind = Literal["forward", "backward", "inference"]
 Code = Callable[[Lower, fx.GraphModule, Sequence[Any], Kind, Phases], Boxed]
 """Turns a graph into code, as `compile_graph` does."""
+TIMEOUT: Final = 120.0
+"""Seconds after which a rank no longer waits for the one that compiles, and compiles by itself."""
 
 
 def decompositions(lower: Lower) -> dict[Any, Callable[..., Any]]:
@@ -60,6 +68,50 @@ def compile_graph(lower: Lower, graph: fx.GraphModule, inputs: Sequence[Any], ki
         key = graph_key(graph, inputs, f"{kind} {inductor_settings()}")
         with compile_lock(folder, key, phases) if folder else nullcontext():
             return inductor_compile(graph, inputs, is_backward=kind == "backward", is_inference=kind == "inference")
+
+
+def graph_key(graph: fx.GraphModule, inputs: Sequence[Any], settings: str) -> str:
+    """Equal for equal graphs on all ranks of a machine; devices count with their index, as in Inductor's own keys.
+
+    Sizes that are symbols count by their names: ranks whose sequences differ in length share a symbolic graph.
+    `settings` is what else decides on the code.
+    """
+    parts = [settings, *(str(module.graph) for module in graph.modules() if isinstance(module, fx.GraphModule))]
+    for value in inputs:
+        if isinstance(value, torch.Tensor):
+            parts.append(f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}")
+        else:
+            parts.append(str(value))
+    return xxhash.xxh128_hexdigest("\n".join(parts).encode())
+
+
+@contextmanager
+def compile_lock(folder: Path, key: str, phases: Phases, timeout: float = TIMEOUT) -> Iterator[None]:
+    """Inside, no other process of this machine that uses `folder` compiles the graph of this key for the first time.
+
+    A rank that had to wait continues without the lock: the graph is in the cache then, and all waiting ranks may load
+    it at once. So does a rank that has waited for `timeout` seconds, a rank that cannot lock the folder, and every rank
+    after the first success, which an empty file marks.
+    """
+    lock, done = FileLock(folder / f"zeroweave_{key}.lock"), folder / f"zeroweave_{key}.done"
+    mine = False
+    try:
+        if not done.exists():
+            try:
+                lock.acquire(timeout=0)
+                mine = True
+            except Timeout:
+                with phases("wait"), lock.acquire(timeout=timeout, poll_interval=0.01):
+                    pass
+    except (OSError, NotImplementedError):  # Timeout is an OSError
+        pass
+    try:
+        yield
+        if mine:
+            done.touch()
+    finally:
+        if mine:
+            lock.release()
 
 
 def partition(

@@ -27,12 +27,11 @@ from zeroweave._torch.dynamo import (
 )
 from zeroweave._torch.inductor import inductor_cache_hits
 from zeroweave.compile import lower as lowering
-from zeroweave.compile.announce import Announcer
 from zeroweave.compile.bind import Boxed, Roles, Split, TemplateHost, backward_binder, forward_binder, roles_of
 from zeroweave.compile.destinations import begins_with_losses, made_gradients, write_into_arguments, written_gradients
 from zeroweave.compile.fallback import explain, recompiled
 from zeroweave.compile.lower import Kind, Lower
-from zeroweave.compile.phases import Phases
+from zeroweave.compile.progress import Announcer, Phases
 from zeroweave.errors import EngineError, ParameterError, ZeroweaveError
 from zeroweave.notices import Journal
 

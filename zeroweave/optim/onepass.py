@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zeroweave._torch.foreach import foreach_increase_
+from zeroweave._torch.foreach import foreach_add_
 from zeroweave._torch.storages import storage_key, version
 from zeroweave.errors import ParameterError
 from zeroweave.optim.compact import CompactMoments
@@ -120,7 +120,7 @@ class OnePass:
         for index, each in enumerate(ranges):
             group = groups[each.group]
             if each.steps:
-                foreach_increase_(each.steps, 1.0)
+                foreach_add_(each.steps, 1.0)
             masters_of = masters.of(each.start, each.stop)
             part = Scaled(gradient.values[each.start : each.stop], gradient.factor)
             step = each.step + 1

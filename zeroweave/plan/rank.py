@@ -15,7 +15,7 @@ from zeroweave.comm.wire import Wire
 from zeroweave.compile.bind import Boxed
 from zeroweave.compile.frames import keep_package_from_dynamo
 from zeroweave.compile.lower import Kind, Lower
-from zeroweave.compile.phases import Phases
+from zeroweave.compile.progress import Phases
 from zeroweave.config import Config
 from zeroweave.eager.access import Access
 from zeroweave.eager.hooks import hook_gradients
