@@ -7,8 +7,7 @@ The partition guarantees what the templates rely on:
 * nothing computed from parameters alone is saved for the backward: it is recomputed from the parameters,
   which are references and cost no bytes;
 * every parameter whose gradient the backward returns is among its arguments, so that each gradient can be
-  bound to its place at run time, whichever region the template served;
-* such gradients leave the graph contiguous.
+  bound to its place at run time, whichever region the template served.
 
 Ranks of one machine share what Inductor compiles: one compiles a graph, the others find it in the cache. They meet at a
 file lock next to the cache, one for each graph. There is no collective, so that a rank that compiles less than the
@@ -127,7 +126,6 @@ def partition(
     split = inductor_partition if lower == "inductor" else aot_partition
     forward, backward = split(joint, inputs, activation_budget, **options)
     save_parameters(forward, backward, roles, options["num_fwd_outputs"])
-    make_gradients_contiguous(backward, roles)
     argument = {roles.position(node): i for i, node in enumerate(_placeholders(forward.graph))}
     positions = [roles.position(node) for node in _placeholders(backward.graph)]
     values = graph_outputs(forward.graph)
@@ -229,31 +227,6 @@ def save_parameters(forward: fx.GraphModule, backward: fx.GraphModule, roles: Ro
     for module in (forward, backward):
         module.graph.lint()
         module.recompile()
-
-
-def make_gradients_contiguous(backward: fx.GraphModule, roles: Roles) -> None:
-    """Copies gradients of parameters that the graph would return in another layout.
-
-    Only the output slot changes; other users of the node keep it.
-    """
-    output = backward.graph.output_node()
-    values = graph_outputs(backward.graph)
-    changed = False
-    for index, _, node in gradients_of(backward.graph, roles):
-        gradient = node.meta["val"]
-        if gradient.is_contiguous():
-            continue
-        with backward.graph.inserting_before(output):
-            options: dict[str, Any] = {"memory_format": torch.contiguous_format}
-            copy = backward.graph.call_function(torch.ops.aten.clone.default, (node,), options)
-        with gradient.fake_mode:
-            copy.meta["val"] = gradient.clone(memory_format=torch.contiguous_format)
-        copy.meta["autograd_backward"] = True
-        values[index] = copy
-        changed = True
-    if changed:
-        output.args = (tuple(values),)
-        backward.recompile()
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:

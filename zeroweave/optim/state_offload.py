@@ -446,12 +446,6 @@ class StateOffload:
         others = (lambda: ((p, state[p]) for p in self._large if p in state)) if fragment.numel() == 1 else tuple
         return frozenset(key for key, value in held.items() if is_cut(fragment, key, value, others()))
 
-    def value_of(self, bucket: int, slot: int, key: str) -> Any:
-        """One value of `state_of`, or None. No other is decoded."""
-        coded = self.coded(bucket, slot).get(key)
-        held = self._optimizer.state.get(self._fragments[bucket].parameters[slot], {})
-        return held.get(key) if coded is None else decode(coded)
-
     def coded(self, bucket: int, slot: int) -> Mapping[str, Coded]:
         """What has few bits of that, by key."""
         return self.compact[bucket].parts(slot) if bucket in self.compact else {}
