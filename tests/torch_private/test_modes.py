@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from zeroweave._torch.modes import OperatorMode, counted_operations, operator_name, unseen, value_errors, without_memory
+from zeroweave._torch.modes import OperatorMode, counted_operations, fake_tensors, operator_name, unseen, value_errors
 
 pytestmark = pytest.mark.oldest
 
@@ -70,7 +70,7 @@ class Heard(OperatorMode):
 
 
 def test_a_view_of_a_freed_storage_leaves_it_freed() -> None:
-    with without_memory():
+    with fake_tensors():
         flat = torch.empty(8)
         storage = flat.untyped_storage()
         for _ in range(2):  # the second time, a cache would know the result
@@ -82,7 +82,7 @@ def test_a_view_of_a_freed_storage_leaves_it_freed() -> None:
 
 
 def test_values_cannot_be_asked_for() -> None:
-    with without_memory(), pytest.raises(value_errors()):
+    with fake_tensors(), pytest.raises(value_errors()):
         torch.ones(3).sum().item()
 
 
@@ -94,7 +94,7 @@ def test_operators_are_heard_of_where_they_run_by_themselves_and_dynamo_still_co
         return graph.forward
 
     run = torch.compile(lambda x: x.sin(), backend=backend)
-    with without_memory(), Heard() as heard:
+    with fake_tensors(), Heard() as heard:
         run(torch.ones(3).cos())
     assert len(graphs) == 1 and "cos" in heard.names
 

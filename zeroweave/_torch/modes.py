@@ -48,7 +48,7 @@ def _without_selective() -> Iterator[None]:
             dispatch._push_mode(mode)
 
 
-def without_memory() -> AbstractContextManager[Any]:
+def fake_tensors() -> AbstractContextManager[Any]:
     """Inside, tensors have shapes, dtypes and devices, and no memory.
 
     Why not tensors on `meta`: AOTAutograd loses gradients there of some composite operators (cross entropy is one), and

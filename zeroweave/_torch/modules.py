@@ -86,14 +86,11 @@ class Hooks:
         self._module = module
         self._insides: list[dict[str, Any]] = []
         self._inside = Inside(module)
-        self.exchanges = 0
-        """how often other modules were found inside"""
         self._walk()
 
     def now(self) -> tuple[int, ...]:
         """The unique numbers of the hooks, in their order. Asked in each step, of all modules."""
         if not self._inside.modules_hold:
-            self.exchanges += 1
             self._inside = Inside(self._module)
             self._walk()
         numbers = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -73,20 +74,26 @@ class Kernels(Protocol):
     def programs(self, numel: int) -> tuple[int]: ...
 
 
-class Rule(Protocol):
+class Rule(ABC):
     """How one class of optimizers updates."""
 
-    counts: bool
+    counts = False
     """true if it has step counters"""
-    born: bool
+    born = False
     """true if its states are there before the first step"""
+    numbers: tuple[str, ...]
+    """the options that a kernel takes as numbers, not as tensors"""
 
     def fits(self, group: Mapping[str, Any]) -> bool:
         """True if the kernel can do what the options of a group ask for."""
+        values = [group[name] for name in self.numbers] + [*group.get("betas", ())]
+        return all(map(_number, values)) and group.get("eps", 1) > 0 and not group.get("differentiable")
 
+    @abstractmethod
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The keys of what it keeps of each element, in the order of torch."""
 
+    @abstractmethod
     def own(self, kernels: Kernels, launch: Launch) -> Own:
         """What its kernel takes for an update."""
 
@@ -95,18 +102,16 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-class AdamRule:
+class AdamRule(Rule):
     """Adam and AdamW. `compact`: of masters and moments of few bits, whose codes come first, and then their scales."""
 
-    counts, born = True, False
+    counts, numbers = True, ("eps", "weight_decay")
 
     def __init__(self, decoupled: bool, compact: bool = False) -> None:
         self._decoupled, self._compact = decoupled, compact
 
     def fits(self, group: Mapping[str, Any]) -> bool:
-        numbers = all(map(_number, (*group["betas"], group["eps"], group["weight_decay"])))
-        plain = not group["differentiable"] and not (self._compact and group["amsgrad"])
-        return numbers and group["eps"] > 0 and plain
+        return super().fits(group) and not (self._compact and group["amsgrad"])
 
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
@@ -124,14 +129,10 @@ class AdamRule:
         return Own(kernels.adam, (*moments[:2], largest), numbers, {**flags, "AMSGRAD": group["amsgrad"]})
 
 
-class SGDRule:
+class SGDRule(Rule):
     """SGD, with momentum or without."""
 
-    counts, born = False, False
-
-    def fits(self, group: Mapping[str, Any]) -> bool:
-        numbers = all(map(_number, (group["momentum"], group["dampening"], group["weight_decay"])))
-        return numbers and not group["differentiable"]
+    numbers = ("momentum", "dampening", "weight_decay")
 
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
@@ -143,14 +144,10 @@ class SGDRule:
         return Own(kernels.sgd, launch.moments if momentum else [launch.gradient.values], numbers, flags)
 
 
-class AdagradRule:
+class AdagradRule(Rule):
     """Adagrad."""
 
-    counts, born = True, True
-
-    def fits(self, group: Mapping[str, Any]) -> bool:
-        numbers = all(map(_number, (group["lr_decay"], group["eps"], group["weight_decay"])))
-        return numbers and group["eps"] > 0 and not group["differentiable"]
+    counts, born, numbers = True, True, ("lr_decay", "eps", "weight_decay")
 
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("sum",)
@@ -161,13 +158,10 @@ class AdagradRule:
         return Own(kernels.adagrad, launch.moments, (rate, decay, group["eps"]), {"DECAY": decay != 0})
 
 
-class LionRule:
+class LionRule(Rule):
     """Lion."""
 
-    counts, born = False, False
-
-    def fits(self, group: Mapping[str, Any]) -> bool:
-        return all(map(_number, (*group["betas"], group["weight_decay"])))
+    numbers = ("weight_decay",)
 
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",)

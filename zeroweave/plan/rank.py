@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from zeroweave._torch.fx import map_tensors, run_random_plainly
-from zeroweave._torch.modes import value_errors, without_memory
+from zeroweave._torch.modes import fake_tensors, value_errors
 from zeroweave.comm.wire import Wire
 from zeroweave.compile.bind import Boxed
 from zeroweave.compile.frames import keep_package_from_dynamo
@@ -169,7 +169,7 @@ class PlannedRank:
         _refuse(config, layouts)
         policy, moments_off = policy_of(config, layouts, named.keys()), config.offload.optimizer != "none"
         compact = config.precision.optimizer == "compact"
-        self._fake = without_memory()
+        self._fake = fake_tensors()
         with self._fake:
             self._wire = wire = Wire(PlannedTransport(world, clock, hardware, self._group_size), cpu, clock)
             self._runtime = runtime = Runtime(
