@@ -57,6 +57,8 @@ def test_float64_gradients_are_not_narrowed() -> None:
     gradients = [torch.full((3,), 1e100, dtype=torch.float64), torch.ones(2)]
     total_norm(gradients, sent.append, HOST)
     assert sent[0].item() == pytest.approx(3e200, rel=1e-15)
+    total_norm([gradients[0] * 1e100], sent.append, HOST)
+    assert sent[1].item() == float("inf"), "as 3e400 is in float64"
 
 
 def test_norms_beyond_the_range_of_squares() -> None:
