@@ -47,9 +47,9 @@ def one_pass(numel: int, turns: int) -> float:
 
     def step() -> None:
         rules.adam[rules.programs(numel)](
-            shard, remainder, gradient, first, second, second, factor, factor, factor, numel,
+            shard, remainder, gradient, first, second, second, factor, numel,
             0.9999, 1e-3, 0.5, 0.1, 0.1, 0.999, 0.001, 1e-8,
-            SPLIT=True, FACTOR=2, FOUND=False, DEVICE=False, COUPLED=False, AMSGRAD=False, MAXIMIZE=False,
+            SPLIT=True, FACTOR=2, COUPLED=False, AMSGRAD=False, MAXIMIZE=False,
             SIZE=rules.BLOCK,
         )  # fmt: skip
 

@@ -56,7 +56,7 @@ UNCODED = {
     ("plan/device.py", "NotImplementedError"),
     ("ranks/control.py", "ValueError"),
     ("runtime/replay.py", "AssertionError"),
-    ("_torch/fake.py", "NotImplementedError"),
+    ("_torch/modes.py", "NotImplementedError"),
     ("optim/several.py", "KeyError"),
 }
 """What is raised without a code, by file."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.common import Trainer
-from zeroweave._torch.graphs import unused_bytes
+from zeroweave._torch.cuda import unused_bytes
 
 WARM = 3
 """Steps before the capture: kernels are compiled in the first, and libraries make their workspaces and connections."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zeroweave._torch.fake import OperatorMode, operator_name, without_memory
+from zeroweave._torch.modes import OperatorMode, fake_tensors, operator_name
 from zeroweave.comm.rounding import cast, cast_, join_, split_
 
 
@@ -64,7 +64,7 @@ def test_a_plan_sees_one_operator_however_many_elements_there_are() -> None:
         def ran(self, operator: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
             seen.append(operator_name(operator))
 
-    with without_memory():
+    with fake_tensors():
         values = torch.empty(1 << 26)
         target = torch.empty_like(values, dtype=torch.bfloat16)
         with Seen():

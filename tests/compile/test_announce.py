@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroweave.compile.announce import Announcer, pattern
+from zeroweave.compile.progress import Announcer, pattern
 
 SCRIPT = """
 import warnings; warnings.simplefilter("ignore")

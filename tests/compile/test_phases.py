@@ -15,9 +15,9 @@ from torch import fx
 from tests.compile.comparing import WIDTH, Stack, rows
 from tests.compile.fakes import FakeHost
 from tests.support.marks import slow
-from zeroweave.compile import phases as phases_module
-from zeroweave.compile.lock import compile_lock, graph_key
-from zeroweave.compile.phases import Phases
+from zeroweave.compile import progress as phases_module
+from zeroweave.compile.lower import compile_lock, graph_key
+from zeroweave.compile.progress import Phases
 
 pytestmark = pytest.mark.oldest
 

@@ -31,13 +31,13 @@ class Kernels:
 
     def __call__(
         self, source: Tensor, rest: Tensor, gradient: Tensor, first: Tensor, second: Tensor, first_scales: Tensor,
-        second_scales: Tensor, factor: Tensor, scalars: Tensor, numel: int, keep: float, size: float, root: float,
+        second_scales: Tensor, factor: Tensor, numel: int, keep: float, size: float, root: float,
         decay: float, more1: float, beta2: float, more2: float, eps: float, position: int, step: int, **by: Any,
     ) -> None:  # fmt: skip
         self.launches += 1
         if self.launches - 1 == self.broken:
             raise RuntimeError("broken kernel")
-        assert by["SPLIT"] and not (by["FACTOR"] or by["DEVICE"] or by["COUPLED"] or by["MAXIMIZE"])
+        assert by["SPLIT"] and not (by["FACTOR"] or by["COUPLED"] or by["MAXIMIZE"])
         noise = noise_(torch.empty(numel, dtype=torch.int32), position, step)
         noise = torch.cat([noise, noise.new_zeros(-numel % BLOCK)])
         moments = [(first, first_scales), (second, second_scales)]

@@ -7,8 +7,17 @@ import torch
 from torch import nn
 
 from tests.support.reference import NORM, ULP, Expected, judge
-from zeroweave._torch.foreach import foreach_norms
-from zeroweave.optim.scaler import clip_coefficient, sum_of_squares, total_norm
+from zeroweave.optim.scaler import clip_coefficient, total_norm
+
+HOST = torch.device("cpu")
+
+
+def norm_of(*ranks: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of what these ranks have, as the first of them finds it."""
+    others = list[torch.Tensor]()
+    for tensors in ranks[1:]:
+        total_norm(tensors, lambda total: others.append(total.clone()), HOST)
+    return total_norm(ranks[0], lambda total: [total.add_(other) for other in others], HOST)
 
 
 @pytest.mark.oldest
@@ -18,8 +27,7 @@ def test_norm_and_coefficient_are_torchs_up_to_rounding(dtype: torch.dtype) -> N
     gradients = [torch.randn(n, dtype=dtype) for n in (1000, 17, 1, 0, 4096)]
     whole = torch.cat(gradients).double()
     ranks = [gradients[:2], gradients[2:], []]
-    squares = [sum_of_squares(foreach_norms(tensors)) for tensors in ranks]
-    norm = total_norm(squares[0], lambda total: total.add_(squares[1]).add_(squares[2]))
+    norm = norm_of(*ranks)
     assert norm.dtype == torch.float32 and norm.shape == ()
     assert norm.item() == pytest.approx(whole.norm().item(), rel=NORM)
 
@@ -36,43 +44,33 @@ def test_norm_and_coefficient_are_torchs_up_to_rounding(dtype: torch.dtype) -> N
 
 
 def test_small_norms_are_left_alone() -> None:
-    gradients = [torch.full((4,), 0.1)]
-    coefficient = clip_coefficient(total_norm(sum_of_squares(foreach_norms(gradients)), lambda _: None), 1.0)
-    assert coefficient.item() == 1.0
+    assert clip_coefficient(norm_of([torch.full((4,), 0.1)]), 1.0).item() == 1.0
 
 
 def test_bf16_shards_are_not_rounded_to_bf16_on_the_way() -> None:
     gradient = torch.full((1000,), 1.0, dtype=torch.bfloat16)
-    assert total_norm(sum_of_squares(foreach_norms([gradient])), lambda _: None).item() == pytest.approx(
-        1000**0.5, rel=NORM
-    )
+    assert norm_of([gradient]).item() == pytest.approx(1000**0.5, rel=NORM)
 
 
 def test_float64_gradients_are_not_narrowed() -> None:
-    gradients = [torch.full((3,), 1e200, dtype=torch.float64), torch.ones(2)]
-    assert sum_of_squares(foreach_norms(gradients[:1])).item() == pytest.approx(float("inf"))  # as 3e400 is in float64
-    gradients[0] *= 1e-100
-    assert sum_of_squares(foreach_norms(gradients)).item() == pytest.approx(3e200, rel=1e-15)
+    sent: list[torch.Tensor] = []
+    gradients = [torch.full((3,), 1e100, dtype=torch.float64), torch.ones(2)]
+    total_norm(gradients, sent.append, HOST)
+    assert sent[0].item() == pytest.approx(3e200, rel=1e-15)
+    total_norm([gradients[0] * 1e100], sent.append, HOST)
+    assert sent[1].item() == float("inf"), "as 3e400 is in float64"
 
 
 def test_norms_beyond_the_range_of_squares() -> None:
-    local = sum_of_squares(foreach_norms([torch.tensor([1e18, 1e18]), torch.tensor([1e18]).repeat(200)]))
-    norm = total_norm(local * 1000, lambda _: None).item()
+    local = [torch.tensor([1e18, 1e18]), torch.tensor([1e18]).repeat(200)]
+    norm = norm_of(*[local] * 1000).item()
     assert norm == pytest.approx(1e18 * (202 * 1000) ** 0.5, rel=2 * ULP)  # 1e18 is no fp32 number either
 
 
 def test_not_finite_gradients_show() -> None:
     for value in (float("inf"), float("nan")):
-        norm = total_norm(sum_of_squares(foreach_norms([torch.tensor([1.0, value])])), lambda _: None)
-        assert not torch.isfinite(norm)
+        assert not torch.isfinite(norm_of([torch.tensor([1.0, value])]))
 
 
 def test_nothing_is_zero() -> None:
-    assert sum_of_squares(foreach_norms([])).item() == 0.0
-    assert sum_of_squares([], torch.device("cpu")).dtype == torch.float64
-
-
-def test_total_leaves_the_local_value_alone() -> None:
-    local = sum_of_squares(foreach_norms([torch.ones(4)]))
-    assert total_norm(local, lambda total: total.add_(5.0)).item() == 3.0
-    assert local.item() == 4.0
+    assert norm_of([]).item() == 0.0

@@ -19,6 +19,7 @@ from zeroweave.errors import ParameterError
 from zeroweave.optim.codes import BLOCK, Coded, decode, encode_
 from zeroweave.optim.compact import CODES, CompactMoments, refuse_compact
 from zeroweave.optim.state_offload import StateOffload
+from zeroweave.optim.states import tensors_in
 from zeroweave.runtime.transfers import Transfers
 
 BF16 = torch.bfloat16
@@ -129,7 +130,8 @@ def alive(rank: Rank) -> int:
     """Bytes of all tensors that a rank's states and masters are kept in, by storages: nothing is counted twice."""
     held: dict[int, int] = {}
     homes = [t for view in rank.views.values() if view.layout.trainable for t in (*view.home.at_rest, view.home.master)]
-    moments = [t for b in rank.views for t in rank.sharded.offload.tensors(b)]
+    codes = [t for each in rank.sharded.offload.compact.values() for t in each.tensors]
+    moments = [*codes, *tensors_in(list(rank.optimizer.state.values()))]
     fragments = [p for each in rank.sharded._fragments.values() for p in each.parameters]
     for tensor in (*homes, *moments, *fragments):
         held[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()

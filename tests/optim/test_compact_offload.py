@@ -246,3 +246,14 @@ def test_shown_states_are_float32_on_the_device() -> None:
     assert differing(here, there) == []
     assert_at_home(there)
     assert differing(*map(partial(train, steps=range(4, 6)), (here, there))) == []
+
+
+def test_a_learning_rate_on_the_device_is_not_read_by_the_host() -> None:
+    """The optimizer steps itself then."""
+    (rank,) = World(build_net(), KINDS["adamw"], 1, BF16, "", Kernels(), compact=True).ranks
+    one_pass, bucket = rank.sharded._one_pass, next(iter(rank.sharded._views))
+    assert one_pass is not None and one_pass.takes(bucket)
+    rank.optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
+    assert one_pass.takes(bucket), "the host has it"
+    rank.optimizer.param_groups[0]["lr"] = torch.tensor(1e-3, device="meta")
+    assert not one_pass.takes(bucket)

@@ -51,17 +51,6 @@ def test_nan_stays_nan() -> None:
     assert parameter[0].isnan() and parameter[1:].tolist() == [1.0, 0.5]
 
 
-@pytest.mark.parametrize("found", [0.0, 1.0])
-def test_a_step_that_is_skipped_writes_nothing(found: float) -> None:
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = Lion([parameter], lr=0.5)
-    parameter.grad = torch.full((3,), math.inf if found else 1.0)
-    optimizer.found_inf = torch.tensor(found)  # type: ignore[attr-defined]
-    optimizer.step()
-    assert parameter.tolist() == [1.0 if found else 0.5] * 3
-    assert bool(optimizer.state[parameter]["exp_avg"].any()) == (not found)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [({"lr": -1.0}, "lr is"), ({"betas": (0.9, 1.0)}, "betas are"), ({"weight_decay": -0.1}, "weight_decay is")],

@@ -13,8 +13,8 @@ from tests.optim.test_step import one_group, two_groups
 from tests.optim.world import MakeOptimizer, Rank, World, build_net, random_gradients
 from zeroweave.comm.rounding import cast
 from zeroweave.optim.adaptive import Adaptive
+from zeroweave.optim.fragments import moments_of
 from zeroweave.optim.lion import Lion
-from zeroweave.optim.moments import moments_of
 from zeroweave.optim.scaler import Scaled
 from zeroweave.runtime.copies import CopyStream
 from zeroweave.runtime.shard import whole

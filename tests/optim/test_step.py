@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.optim.test_clip import norm_of
 from tests.optim.world import (
     Net,
     World,
@@ -20,10 +21,9 @@ from tests.optim.world import (
     unsharded_step,
 )
 from tests.support.reference import Expected, judge
-from zeroweave._torch.foreach import foreach_norms
 from zeroweave.errors import ParameterError
 from zeroweave.optim import step as step_module
-from zeroweave.optim.scaler import Scaled, clip_coefficient, sum_of_squares, total_norm
+from zeroweave.optim.scaler import Scaled, clip_coefficient
 
 STEPS = 5
 
@@ -67,8 +67,7 @@ def test_bit_equal_to_the_unsharded_optimizer(make: Callable[[nn.Module], torch.
     optimizer = make(model)
     for step in range(STEPS):
         gradients = random_gradients(model, step)
-        squares = [sum_of_squares(foreach_norms([*sharded.shards(gradients, rank).values()])) for rank in range(world)]
-        norm = total_norm(squares[0], lambda total, rest=squares[1:]: [total.add_(s) for s in rest])
+        norm = norm_of(*([*sharded.shards(gradients, rank).values()] for rank in range(world)))
         coefficient = clip_coefficient(norm, 1.0)
         sharded.step(gradients, coefficient)
         unsharded_step(model, optimizer, gradients, coefficient)

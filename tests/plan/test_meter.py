@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroweave._torch.fake import without_memory
+from zeroweave._torch.modes import fake_tensors
 from zeroweave.plan.device import Lane, Meter, Passed, PlannedClock, PlannedKernels
 from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
 
@@ -14,7 +14,7 @@ HARDWARE = Hardware(GPUS["h200"], Efficiency())
 
 def test_a_storage_counts_until_nobody_views_it() -> None:
     clock = PlannedClock()
-    with without_memory(), Meter(clock, HARDWARE):
+    with fake_tensors(), Meter(clock, HARDWARE):
         x = torch.empty(1024)
         assert clock.allocated() == 4096
         y = x.view(32, 32)[1:]
@@ -32,7 +32,7 @@ def test_a_storage_counts_until_nobody_views_it() -> None:
 def test_what_was_made_since_is_told_apart() -> None:
     clock = PlannedClock()
     meter = Meter(clock, HARDWARE)
-    with without_memory(), meter:
+    with fake_tensors(), meter:
         before = torch.empty(8)
         since = meter.made
         x, y = torch.empty(16), torch.empty(32)
@@ -44,7 +44,7 @@ def test_what_was_made_since_is_told_apart() -> None:
 def test_what_lies_in_host_memory_is_not_counted() -> None:
     clock = PlannedClock()
     meter = Meter(clock, HARDWARE)
-    with without_memory(), meter:
+    with fake_tensors(), meter:
         with meter.elsewhere():
             host = torch.zeros(1024)
         assert clock.allocated() == 0 and clock.now == 0.0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.plan.test_hardware import WHOLE
-from zeroweave._torch.fake import without_memory
+from zeroweave._torch.modes import fake_tensors
 from zeroweave.layout import ParameterSpec, build_layout
 from zeroweave.plan.device import Meter, PlannedClock, PlannedCopies, PlannedTransport
 from zeroweave.plan.hardware import GPUS, Hardware
@@ -36,7 +36,7 @@ class World:
 def world() -> Iterator[World]:
     with ExitStack() as inside:
         made = World()
-        inside.enter_context(without_memory())
+        inside.enter_context(fake_tensors())
         inside.enter_context(made.meter)
         yield made
 

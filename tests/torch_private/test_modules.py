@@ -1,4 +1,4 @@
-"""The insides of modules."""
+"""The insides of modules and of optimizers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from torch.nn.modules.module import (
     register_module_full_backward_hook,
     register_module_full_backward_pre_hook,
 )
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from zeroweave._torch.modules import (
     Hooks,
     child_modules,
+    has_step_hooks,
     is_compiled_function,
+    is_step_replaced,
     parameter_entries,
     refresh_rnn_weights,
     shapes_state_dict,
@@ -62,7 +65,6 @@ def test_hooks_that_calls_run_are_seen_as_they_come_and_go() -> None:
         handle.remove()
         assert not seen.now()
     assert len(set(numbers)) == len(registers), "numbers that were never given before"
-    assert not seen.exchanges
 
 
 def test_hooks_are_seen_in_what_has_been_exchanged() -> None:
@@ -70,12 +72,12 @@ def test_hooks_are_seen_in_what_has_been_exchanged() -> None:
     seen = Hooks(model)
     model[0]._forward_hooks = OrderedDict()
     model[0].register_forward_hook(lambda *_: None)
-    assert len(seen.now()) == 1 and not seen.exchanges
+    assert len(seen.now()) == 1
     model[1][0] = nn.ReLU()
     model[1][0].register_forward_hook(lambda *_: None)
-    assert len(seen.now()) == 2 and seen.exchanges == 1
+    assert len(seen.now()) == 2
     model[1].append(nn.ReLU())
-    assert len(seen.now()) == 2 and seen.exchanges == 2
+    assert len(seen.now()) == 2
 
 
 def test_backward_hooks_of_the_old_kind_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,3 +152,18 @@ def test_hooks_of_ones_own_do_not_count() -> None:
     assert not shapes_state_dict(module, {handle.id}, loading=True)
     module.register_load_state_dict_pre_hook(lambda *_: None)
     assert shapes_state_dict(module, {handle.id}, loading=True)
+
+
+def test_who_listens_to_an_optimizer_is_seen() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert not is_step_replaced(optimizer) and not has_step_hooks(optimizer)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    assert has_step_hooks(optimizer)
+    handle.remove()
+    everywhere = register_optimizer_step_post_hook(lambda *_: None)
+    assert has_step_hooks(optimizer)
+    everywhere.remove()
+    assert not has_step_hooks(optimizer)
+    optimizer.step = lambda: None
+    assert is_step_replaced(optimizer)

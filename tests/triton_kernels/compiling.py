@@ -14,21 +14,21 @@ from zeroweave._triton import masters, rules
 
 ADAM = {
     "master": "*bf16", "remainder": "*i16", "gradient": "*bf16", "average": "*fp32", "square": "*fp32",
-    "largest": "*fp32", "factor": "*fp32", "scalars": "*fp32", "numel": "i32",
+    "largest": "*fp32", "factor": "*fp32", "numel": "i32",
     **dict.fromkeys(("keep", "size", "root", "decay", "rest1", "beta2", "rest2", "eps"), "fp32"),
 }  # fmt: skip
 SGD = {
     "master": "*bf16", "remainder": "*i16", "gradient": "*bf16", "buffer": "*fp32", "factor": "fp32",
-    "scalars": "*fp32", "numel": "i32",
+    "numel": "i32",
     **dict.fromkeys(("rate", "decay", "momentum", "undamped"), "fp32"),
 }  # fmt: skip
 ADAGRAD = {
     "master": "*bf16", "remainder": "*i16", "gradient": "*bf16", "total": "*fp32", "factor": "*fp32",
-    "scalars": "*fp32", "numel": "i32", **dict.fromkeys(("rate", "decay", "eps"), "fp32"),
+    "numel": "i32", **dict.fromkeys(("rate", "decay", "eps"), "fp32"),
 }  # fmt: skip
 LION = {
     "master": "*bf16", "remainder": "*i16", "gradient": "*bf16", "average": "*fp32", "factor": "*fp32",
-    "scalars": "*fp32", "numel": "i32",
+    "numel": "i32",
     **dict.fromkeys(("keep", "rate", "beta1", "rest1", "beta2", "rest2"), "fp32"),
 }  # fmt: skip
 COMPACT = {
@@ -37,33 +37,33 @@ COMPACT = {
 }  # fmt: skip
 SPLIT = {"masters": "*fp32", "shard": "*bf16", "remainder": "*i16", "random": "*i32", "numel": "i32"}
 CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
-    "adam, split, in a graph": (
+    "adam, split": (
         "rules", "adam", ADAM,
-        {"SPLIT": True, "FACTOR": 2, "DEVICE": True, "COUPLED": False, "AMSGRAD": True},
+        {"SPLIT": True, "FACTOR": 2, "COUPLED": False, "AMSGRAD": True},
     ),
     "adam, whole": (
         "rules", "adam", {**ADAM, "master": "*fp32", "gradient": "*fp32", "numel": "i64", "factor": "fp32"},
-        {"SPLIT": False, "FACTOR": 1, "DEVICE": False, "COUPLED": True, "AMSGRAD": False},
+        {"SPLIT": False, "FACTOR": 1, "COUPLED": True, "AMSGRAD": False},
     ),
-    "compact adam, in a graph": (
+    "compact adam, another factor": (
         "rules", "compact_adam", COMPACT,
-        {"SPLIT": True, "FACTOR": 2, "DEVICE": True, "COUPLED": False},
+        {"SPLIT": True, "FACTOR": 2, "COUPLED": False},
     ),
     "compact adam": (
         "rules", "compact_adam", {**COMPACT, "factor": "fp32", "position": "i64"},
-        {"SPLIT": True, "FACTOR": 1, "DEVICE": False, "COUPLED": True},
+        {"SPLIT": True, "FACTOR": 1, "COUPLED": True},
     ),
     "sgd": (
         "rules", "sgd", SGD,
-        {"SPLIT": True, "FACTOR": 0, "DEVICE": False, "DECAY": True, "MOMENTUM": True,
+        {"SPLIT": True, "FACTOR": 0, "DECAY": True, "MOMENTUM": True,
          "FIRST": False, "NESTEROV": True},
     ),
     "adagrad": (
         "rules", "adagrad", ADAGRAD,
-        {"SPLIT": True, "FACTOR": 2, "DEVICE": True, "DECAY": True},
+        {"SPLIT": True, "FACTOR": 2, "DECAY": True},
     ),
     "lion": (
-        "rules", "lion", LION, {"SPLIT": True, "FACTOR": 2, "DEVICE": True},
+        "rules", "lion", LION, {"SPLIT": True, "FACTOR": 2},
     ),
     "cast": ("masters", "_cast", {"target": "*bf16", "values": "*fp32", "numel": "i32"}, {}),
     "split": ("masters", "_split", SPLIT, {"MISSING": 0, "RANDOM": False}),

@@ -128,9 +128,9 @@ def test_a_step_is_torchs_between_decoding_and_coding(step: int, coupled: bool) 
     split_(parameter.detach(), wanted_shard, wanted_rest, noise)
 
     rules.compact_adam[rules.programs(numel)](
-        shard, rest, gradient, first.codes, second.codes, first.scales, second.scales, gradient, gradient,
+        shard, rest, gradient, first.codes, second.codes, first.scales, second.scales, gradient,
         numel, 1 - rate * decay, rate / (1 - 0.9**step), math.sqrt(1 - 0.999**step), decay, 1 - 0.9, 0.999, 1 - 0.999,
-        1e-8, position, step, SPLIT=True, FACTOR=0, DEVICE=False, COUPLED=coupled, MAXIMIZE=False,
+        1e-8, position, step, SPLIT=True, FACTOR=0, COUPLED=coupled, MAXIMIZE=False,
         SIZE=rules.BLOCK, **ROUNDED,
     )  # fmt: skip
     for mine, theirs in ((first, wanted_first), (second, wanted_second)):
@@ -165,9 +165,9 @@ def test_a_block_with_an_infinity_is_all_nan(value: float) -> None:
     state = [torch.zeros(numel, dtype=kind, device=HERE) for kind in (torch.bfloat16, torch.int8)]
     coded = [Coded.zeros(numel, kind, HERE) for kind in CODES.values()]
     rules.compact_adam[rules.programs(numel)](
-        *state, gradient, *(each.codes for each in coded), *(each.scales for each in coded), gradient, gradient,
+        *state, gradient, *(each.codes for each in coded), *(each.scales for each in coded), gradient,
         numel, 1.0, 1e-2, 1.0, 0.0, 0.1, 0.999, 1e-3, 1e-8, 0, 1,
-        SPLIT=True, FACTOR=0, DEVICE=False, COUPLED=False, MAXIMIZE=False, SIZE=rules.BLOCK, **ROUNDED,
+        SPLIT=True, FACTOR=0, COUPLED=False, MAXIMIZE=False, SIZE=rules.BLOCK, **ROUNDED,
     )  # fmt: skip
     for mine, moment in zip(coded, (gradient, gradient.square()), strict=True):
         found = decode(mine).view(-1, BLOCK)

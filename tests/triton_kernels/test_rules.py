@@ -29,16 +29,15 @@ def factor() -> Tensor:
     return torch.tensor(FACTOR, device=HERE)
 
 
-def adam(coupled: bool, amsgrad: bool, device: bool) -> Kernel:
+def adam(coupled: bool, amsgrad: bool) -> Kernel:
     def update(master: Tensor, rest: Tensor, gradient: Tensor, state: Mapping[str, Tensor], step: int) -> None:
         at_hand = (1 - RATE * DECAY, RATE / (1 - 0.9**step), math.sqrt(1 - 0.999**step))
-        scalars = torch.tensor(at_hand if device else [math.nan] * 3, device=HERE)
         largest = state.get("max_exp_avg_sq", master)
         moments = (state["exp_avg"], state["exp_avg_sq"], largest)
         rules.adam[masters.programs(NUMEL)](
-            master, rest, gradient, *moments, factor(), scalars, NUMEL,
-            *((math.nan,) * 3 if device else at_hand), DECAY, 1 - 0.9, 0.999, 1 - 0.999, 1e-8,
-            SPLIT=master.dtype == torch.bfloat16, FACTOR=2, DEVICE=device, COUPLED=coupled,
+            master, rest, gradient, *moments, factor(), NUMEL,
+            *at_hand, DECAY, 1 - 0.9, 0.999, 1 - 0.999, 1e-8,
+            SPLIT=master.dtype == torch.bfloat16, FACTOR=2, COUPLED=coupled,
             AMSGRAD=amsgrad, MAXIMIZE=False, SIZE=masters.BLOCK, **ROUNDED,
         )  # fmt: skip
 
@@ -48,9 +47,9 @@ def adam(coupled: bool, amsgrad: bool, device: bool) -> Kernel:
 def sgd(momentum: float, nesterov: bool, dampening: float) -> Kernel:
     def update(master: Tensor, rest: Tensor, gradient: Tensor, state: Mapping[str, Tensor], step: int) -> None:
         rules.sgd[masters.programs(NUMEL)](
-            master, rest, gradient, state.get("momentum_buffer", master), factor(), factor(), NUMEL,
+            master, rest, gradient, state.get("momentum_buffer", master), factor(), NUMEL,
             RATE, DECAY, momentum, 1 - dampening,
-            SPLIT=master.dtype == torch.bfloat16, FACTOR=2, DEVICE=False, DECAY=True,
+            SPLIT=master.dtype == torch.bfloat16, FACTOR=2, DECAY=True,
             MOMENTUM=momentum != 0, FIRST=step == 1, NESTEROV=nesterov, MAXIMIZE=False, SIZE=masters.BLOCK, **ROUNDED,
         )  # fmt: skip
 
@@ -59,21 +58,19 @@ def sgd(momentum: float, nesterov: bool, dampening: float) -> Kernel:
 
 def adagrad(master: Tensor, rest: Tensor, gradient: Tensor, state: Mapping[str, Tensor], step: int) -> None:
     rules.adagrad[masters.programs(NUMEL)](
-        master, rest, gradient, state["sum"], factor(), factor(), NUMEL,
+        master, rest, gradient, state["sum"], factor(), NUMEL,
         RATE / (1 + (step - 1) * 0.1), DECAY, 1e-10,
-        SPLIT=master.dtype == torch.bfloat16, FACTOR=2, DEVICE=False, DECAY=True, MAXIMIZE=False,
+        SPLIT=master.dtype == torch.bfloat16, FACTOR=2, DECAY=True, MAXIMIZE=False,
         SIZE=masters.BLOCK, **ROUNDED,
     )  # fmt: skip
 
 
-def lion(maximize: bool, device: bool) -> Kernel:
+def lion(maximize: bool) -> Kernel:
     def update(master: Tensor, rest: Tensor, gradient: Tensor, state: Mapping[str, Tensor], step: int) -> None:
-        at_hand = (1 - RATE * DECAY, RATE)
-        scalars = torch.tensor(at_hand if device else [math.nan] * 2, device=HERE)
         rules.lion[masters.programs(NUMEL)](
-            master, rest, gradient, state["exp_avg"], factor(), scalars, NUMEL,
-            *((math.nan,) * 2 if device else at_hand), 0.9, 1 - 0.9, 0.99, 1 - 0.99,
-            SPLIT=master.dtype == torch.bfloat16, FACTOR=2, DEVICE=device, MAXIMIZE=maximize,
+            master, rest, gradient, state["exp_avg"], factor(), NUMEL,
+            1 - RATE * DECAY, RATE, 0.9, 1 - 0.9, 0.99, 1 - 0.99,
+            SPLIT=master.dtype == torch.bfloat16, FACTOR=2, MAXIMIZE=maximize,
             SIZE=masters.BLOCK, **ROUNDED,
         )  # fmt: skip
 
@@ -81,13 +78,9 @@ def lion(maximize: bool, device: bool) -> Kernel:
 
 
 CASES: dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], Kernel]] = {
-    "adamw": (lambda p: torch.optim.AdamW(p, RATE, weight_decay=DECAY), adam(False, False, False)),
-    "adamw, scalars on the device": (
-        lambda p: torch.optim.AdamW(p, RATE, weight_decay=DECAY),
-        adam(False, False, True),
-    ),
-    "adam": (lambda p: torch.optim.Adam(p, RATE, weight_decay=DECAY), adam(True, False, False)),
-    "amsgrad": (lambda p: torch.optim.AdamW(p, RATE, weight_decay=DECAY, amsgrad=True), adam(False, True, False)),
+    "adamw": (lambda p: torch.optim.AdamW(p, RATE, weight_decay=DECAY), adam(False, False)),
+    "adam": (lambda p: torch.optim.Adam(p, RATE, weight_decay=DECAY), adam(True, False)),
+    "amsgrad": (lambda p: torch.optim.AdamW(p, RATE, weight_decay=DECAY, amsgrad=True), adam(False, True)),
     "sgd": (lambda p: torch.optim.SGD(p, RATE, weight_decay=DECAY), sgd(0.0, False, 0.0)),
     "momentum": (
         lambda p: torch.optim.SGD(p, RATE, weight_decay=DECAY, momentum=0.9, dampening=0.1),
@@ -98,10 +91,10 @@ CASES: dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], Ke
         sgd(0.9, True, 0.0),
     ),
     "adagrad": (lambda p: torch.optim.Adagrad(p, RATE, lr_decay=0.1, weight_decay=DECAY), adagrad),
-    "lion": (lambda p: Lion(p, RATE, weight_decay=DECAY), lion(False, False)),
-    "lion that maximizes, scalars on the device": (
+    "lion": (lambda p: Lion(p, RATE, weight_decay=DECAY), lion(False)),
+    "lion that maximizes": (
         lambda p: Lion(p, RATE, weight_decay=DECAY, maximize=True),
-        lion(True, True),
+        lion(True),
     ),
 }
 
@@ -161,9 +154,9 @@ def test_lion_has_the_bits_of_its_steps_on_the_host() -> None:
         parameter.grad = gradient.clone()
         optimizer.step()
         rules.lion[masters.programs(NUMEL)](
-            master, master, gradient.to(HERE), momentum, factor(), factor(), NUMEL,
+            master, master, gradient.to(HERE), momentum, factor(), NUMEL,
             1 - RATE * DECAY, RATE, 0.9, 1 - 0.9, 0.99, 1 - 0.99,
-            SPLIT=False, FACTOR=0, DEVICE=False, MAXIMIZE=False, SIZE=masters.BLOCK, **ROUNDED,
+            SPLIT=False, FACTOR=0, MAXIMIZE=False, SIZE=masters.BLOCK, **ROUNDED,
         )  # fmt: skip
         for found, wanted in ((master, parameter.detach()), (momentum, optimizer.state[parameter]["exp_avg"])):
             assert differing(found.cpu(), wanted) == []

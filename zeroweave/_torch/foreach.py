@@ -12,14 +12,9 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
     torch._foreach_copy_(list(targets), list(sources))
 
 
-def foreach_add_(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> None:
-    """Adds each term to its target. Why: as `foreach_copy_`."""
-    torch._foreach_add_(list(targets), list(terms))
-
-
-def foreach_increase_(targets: Sequence[torch.Tensor], by: float) -> None:
-    """Adds a number to each. Why: as `foreach_copy_`."""
-    torch._foreach_add_(list(targets), by)
+def foreach_add_(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor] | float) -> None:
+    """Adds each term to its target, or one number to all. Why: as `foreach_copy_`."""
+    torch._foreach_add_(list(targets), terms if isinstance(terms, float) else list(terms))
 
 
 def foreach_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

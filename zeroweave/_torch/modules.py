@@ -1,4 +1,4 @@
-"""The insides of `nn.Module`."""
+"""The insides of modules and of optimizers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable, Container, Mapping
 from operator import itemgetter, methodcaller
 from typing import Any, Final
 
+import torch
 from torch import nn
 from torch.nn.modules import module as all_modules
+from torch.optim import optimizer as all_optimizers
 
 _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _SAVING: Final = "_state_dict_pre_hooks _state_dict_hooks state_dict _save_to_state_dict get_extra_state".split()
@@ -84,14 +86,11 @@ class Hooks:
         self._module = module
         self._insides: list[dict[str, Any]] = []
         self._inside = Inside(module)
-        self.exchanges = 0
-        """how often other modules were found inside"""
         self._walk()
 
     def now(self) -> tuple[int, ...]:
         """The unique numbers of the hooks, in their order. Asked in each step, of all modules."""
         if not self._inside.modules_hold:
-            self.exchanges += 1
             self._inside = Inside(self._module)
             self._walk()
         numbers = [
@@ -174,3 +173,19 @@ def watch_rnn_weights(module: nn.RNNBase, watch: bool) -> None:
     module._flat_weight_refs = [
         weakref.ref(weight) if watch and weight is not None else None for weight in module._flat_weights
     ]
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """True if `optimizer.step` calls hooks, its own or global ones. Why: those expect one call a step."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or all_optimizers._global_optimizer_pre_hooks
+        or all_optimizers._global_optimizer_post_hooks
+    )
+
+
+def is_step_replaced(optimizer: torch.optim.Optimizer) -> bool:
+    """True if `optimizer.step` was set on the object. Learning rate schedulers do not count: theirs only notes the
+    call. Why: a wrapper of a user expects one call a step."""
+    return "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")

@@ -1,4 +1,7 @@
-"""Kernels for GPUs. PyTorch for NVIDIA's brings Triton along; nothing here is imported without Triton."""
+"""Kernels for GPUs, and numbers that they share with what computes the same without them.
+
+PyTorch for NVIDIA's GPUs brings Triton along. The modules in here are imported only where Triton is.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,17 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Final
 
+from zeroweave.layout import ALIGN_BYTES
 from zeroweave.notices import warn
+
+CODED_BLOCK: Final = ALIGN_BYTES // 2
+"""Elements, bfloat16, of the blocks of `optim.codes`."""
+LEAST_SCALE: Final = 2.0**-94
+"""Scales are not smaller: the least share of it is a normal float32 still, and keeps its code."""
+CHANCES: Final = 4096
+"""Between two codes; by bits of noise that no master is rounded by."""
 
 
 @cache

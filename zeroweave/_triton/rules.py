@@ -2,18 +2,26 @@
 
 The arithmetic is float32, in the order of `torch.optim`'s implementations for lists of tensors, each result within a
 unit of the last place of theirs; Lion's are the bits of `optim.lion`. What a step has of one value each is computed in
-double precision: on the host, and handed in, or on the device where the learning rate is there, and read there.
+double precision on the host, and handed in.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 import triton
 import triton.language as tl
 
-from zeroweave._triton.codes import PER_SCALE, first_codes, first_of, scales_of, second_codes, second_of
+from zeroweave._triton import CHANCES, CODED_BLOCK, LEAST_SCALE
 from zeroweave._triton.masters import BLOCK, bits_of, joined, noise, of_24_bits, programs, shard_of
 
 __all__ = ["BLOCK", "adagrad", "adam", "compact_adam", "lion", "programs", "sgd"]
+
+PER_SCALE: Final = tl.constexpr(CODED_BLOCK)
+"""Elements of a block of moments in 8 bits, see `optim.codes`. A kernel has some whole blocks, [blocks, 64]."""
+_LEAST: Final = tl.constexpr(LEAST_SCALE)
+_CHANCES: Final = tl.constexpr(CHANCES)
+_CHANCE: Final = tl.constexpr(1 / CHANCES)
 
 
 @triton.jit
@@ -63,7 +71,6 @@ def adam(
     square,
     largest,
     factor,
-    scalars,
     numel,
     keep,
     size,
@@ -75,19 +82,13 @@ def adam(
     eps,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
-    DEVICE: tl.constexpr,
     COUPLED: tl.constexpr,
     AMSGRAD: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Adam, and AdamW where not COUPLED; `rest1`, `rest2`: 1 - beta1, 1 - beta2.
-
-    DEVICE: `keep`, `size` and `root` are the first of `scalars`, float32.
-    """
+    """Adam, and AdamW where not COUPLED; `rest1`, `rest2`: 1 - beta1, 1 - beta2."""
     at, there = _there(numel, SIZE)
-    if DEVICE:
-        keep, size, root = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     values = _master(master, remainder, at, there, SPLIT)
     grad = _gradient(gradient, factor, at, there, FACTOR, MAXIMIZE)
     if COUPLED:
@@ -106,6 +107,50 @@ def adam(
     _keep(values - size * tl.div_rn(first, width), master, remainder, at, there, SPLIT)
 
 
+@triton.jit
+def first_of(codes, scales):
+    """First moments, of int8 and float32 [blocks]."""
+    share = tl.div_rn(codes.to(tl.float32), 127.0)
+    return share * tl.abs(share) * scales[:, None]
+
+
+@triton.jit
+def second_of(codes, scales):
+    """Second moments, of uint8 and float32 [blocks]."""
+    share = tl.div_rn(codes.to(tl.float32), 255.0)
+    share = share * share
+    return share * share * scales[:, None]
+
+
+@triton.jit
+def _larger(one, other):
+    return tl.maximum(one, other)
+
+
+@triton.jit
+def scales_of(values, there):
+    """By block: the largest magnitude; infinite where something is not finite."""
+    size = tl.where(there, tl.abs(values), 0.0)
+    return tl.maximum(tl.reduce(tl.where(size < float("inf"), size, float("inf")), 1, _larger), _LEAST)
+
+
+@triton.jit
+def first_codes(values, scales):
+    size = tl.floor(tl.sqrt_rn(tl.div_rn(tl.abs(values), scales[:, None])) * 127.0 + 0.5)
+    size = tl.where(size == size, size, 0.0)
+    return tl.where(values < 0, -size, size).to(tl.int32).to(tl.int8)
+
+
+@triton.jit
+def second_codes(values, scales, random):
+    """`random`: int32, as of `masters.noise`."""
+    up = (((random >> 8) & (_CHANCES - 1)).to(tl.float32) + 0.5) * _CHANCE
+    size = tl.floor(tl.sqrt_rn(tl.sqrt_rn(tl.div_rn(values, scales[:, None]))) * 255.0 + up)
+    size = tl.where(size == size, tl.maximum(size, 1.0), 0.0)
+    lasting = (values > 0) & (scales[:, None] < float("inf"))
+    return tl.where(lasting, size, 0.0).to(tl.int32).to(tl.uint8)
+
+
 @triton.jit(do_not_specialize=["step"])
 def compact_adam(
     master,
@@ -116,7 +161,6 @@ def compact_adam(
     averages,
     squares,
     factor,
-    scalars,
     numel,
     keep,
     size,
@@ -130,19 +174,15 @@ def compact_adam(
     step,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
-    DEVICE: tl.constexpr,
     COUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """`adam` with codes for moments, whose scales are `averages` and `squares`, and masters of 24 bits.
 
-    The range begins with a block, at `position` of the flat. DEVICE: `step` is the fourth of `scalars`.
+    The range begins with a block, at `position` of the flat.
     """
     tl.static_assert(SPLIT)
-    if DEVICE:
-        keep, size, root = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
-        step = tl.load(scalars + 3).to(tl.int32)
     block = tl.program_id(0).to(tl.int64) * (SIZE // PER_SCALE) + tl.arange(0, SIZE // PER_SCALE)
     at = block[:, None] * PER_SCALE + tl.arange(0, PER_SCALE)[None, :]
     some, there = block * PER_SCALE < numel, at < numel
@@ -176,7 +216,6 @@ def sgd(
     gradient,
     buffer,
     factor,
-    scalars,
     numel,
     rate,
     decay,
@@ -184,7 +223,6 @@ def sgd(
     undamped,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
-    DEVICE: tl.constexpr,
     DECAY: tl.constexpr,
     MOMENTUM: tl.constexpr,
     FIRST: tl.constexpr,
@@ -192,10 +230,8 @@ def sgd(
     MAXIMIZE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """SGD; `undamped`: 1 - dampening. FIRST: there is no momentum yet. DEVICE: `rate` is the first of `scalars`."""
+    """SGD; `undamped`: 1 - dampening. FIRST: there is no momentum yet."""
     at, there = _there(numel, SIZE)
-    if DEVICE:
-        rate = tl.load(scalars)
     values = _master(master, remainder, at, there, SPLIT)
     grad = _gradient(gradient, factor, at, there, FACTOR, MAXIMIZE)
     if DECAY:
@@ -214,22 +250,18 @@ def adagrad(
     gradient,
     total,
     factor,
-    scalars,
     numel,
     rate,
     decay,
     eps,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
-    DEVICE: tl.constexpr,
     DECAY: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Adagrad; `rate`: as it has fallen. DEVICE: it is the first of `scalars`."""
+    """Adagrad; `rate`: as it has fallen."""
     at, there = _there(numel, SIZE)
-    if DEVICE:
-        rate = tl.load(scalars)
     values = _master(master, remainder, at, there, SPLIT)
     grad = _gradient(gradient, factor, at, there, FACTOR, MAXIMIZE)
     if DECAY:
@@ -246,7 +278,6 @@ def lion(
     gradient,
     average,
     factor,
-    scalars,
     numel,
     keep,
     rate,
@@ -256,14 +287,11 @@ def lion(
     rest2,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
-    DEVICE: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Lion; `keep`: 1 - rate * decay, `rest…`: 1 - beta. DEVICE: `keep` and `rate` are the first of `scalars`."""
+    """Lion; `keep`: 1 - rate * decay, `rest…`: 1 - beta."""
     at, there = _there(numel, SIZE)
-    if DEVICE:
-        keep, rate = tl.load(scalars), tl.load(scalars + 1)
     values = _master(master, remainder, at, there, SPLIT)
     grad = _gradient(gradient, factor, at, there, FACTOR, MAXIMIZE)
     moved = tl.load(average + at, there)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zeroweave._torch.streams import busy_wait
+from zeroweave._torch.cuda import busy_wait
 
 Mark = Any
 """A point in time; its type depends on the clock."""

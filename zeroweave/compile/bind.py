@@ -124,7 +124,7 @@ class Split:
     `aliases` are the forward's outputs that autograd saves and that may view an argument, `fresh` the
     backward's arguments that are saved tensors and do not. `reads`: the backward reads values of parameters.
     `regions`: places of the shared parameters -> the region whose forward ran last with them. `elsewhere`: forwards
-    have run for another engine, see `Caller`.
+    have run for another engine, see `Engine`.
     """
 
     announce: tuple[int, ...] = ()
@@ -140,17 +140,16 @@ class Split:
         self.elsewhere = True
 
 
-class Caller(Protocol):
-    """What a bound template knows about where it runs: the engine that it was compiled for, while that exists.
+class Engine(Protocol):
+    """What a bound template asks the engine that it was compiled for, while that exists.
 
     Dynamo keeps the code of a frame below a graph break for all engines, and past its limit runs it for any of them,
     also when the one that it was compiled for has ended. There it is ordinary code: parameters are arguments, and their
     gradients are results.
     """
 
-    @property
-    def host(self) -> TemplateHost | None:
-        """The runtime; None where the engine has ended."""
+    host: TemplateHost | None
+    """the runtime; None where the engine has ended"""
 
     def region(self) -> tuple[str, frozenset[int]] | None:
         """The name of the region that is running, and the buckets that are usable while it does.
@@ -159,7 +158,10 @@ class Caller(Protocol):
         """
 
 
-def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Callable[[Boxed], Boxed]:
+FindEngine = Callable[[], Engine | None]
+
+
+def forward_binder(find_engine: FindEngine, graph: fx.Graph, split: Split | None) -> Callable[[Boxed], Boxed]:
     """Puts the compiled code of a forward graph on the runtime; `split` is None for an inference graph.
 
     The graph is read now, before it is compiled, which consumes it.
@@ -167,7 +169,8 @@ def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Call
     tensors, written = tensor_arguments(graph), written_arguments(graph)
 
     def forward(run: Boxed, args: list[Any]) -> Any:
-        host, running = caller.host, caller.region()
+        engine = find_engine()
+        host, running = (None, None) if engine is None else (engine.host, engine.region())
         if host is None or running is None:
             if split is not None:
                 split.runs_elsewhere()
@@ -197,7 +200,7 @@ def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Call
 
 
 def backward_binder(
-    caller: Caller,
+    find_engine: FindEngine,
     graph: fx.Graph,
     split: Split,
     roles: Roles,
@@ -220,7 +223,7 @@ def backward_binder(
     bound = tuple(dict.fromkeys(shared + reads))
 
     def backward(run: Boxed, args: list[Any]) -> Any:
-        host = caller.host
+        host = None if (engine := find_engine()) is None else engine.host
         if host is None and not split.elsewhere:
             raise EngineError("[ZW403] compiled code of a destroyed engine was called: its parameters are gone")
         places = dict.fromkeys(bound) if host is None else {i: host.find(args[i]) for i in bound}

@@ -7,17 +7,23 @@ The partition guarantees what the templates rely on:
 * nothing computed from parameters alone is saved for the backward: it is recomputed from the parameters,
   which are references and cost no bytes;
 * every parameter whose gradient the backward returns is among its arguments, so that each gradient can be
-  bound to its place at run time, whichever region the template served;
-* such gradients leave the graph contiguous.
+  bound to its place at run time, whichever region the template served.
+
+Ranks of one machine share what Inductor compiles: one compiles a graph, the others find it in the cache. They meet at a
+file lock next to the cache, one for each graph. There is no collective, so that a rank that compiles less than the
+others, or fails, delays no other rank for longer than the lock's timeout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Final, Literal
 
 import torch
+import xxhash
+from filelock import FileLock, Timeout
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -33,14 +39,15 @@ from zeroweave._torch.inductor import (
 )
 from zeroweave.compile.bind import Boxed, Roles, Split, gradients_of, graph_outputs
 from zeroweave.compile.destinations import INTO
-from zeroweave.compile.lock import compile_lock, graph_key
-from zeroweave.compile.phases import Phases
+from zeroweave.compile.progress import Phases
 from zeroweave.errors import ParameterError
 
 Lower = Literal["inductor", "aot_eager"]
 Kind = Literal["forward", "backward", "inference"]
 Code = Callable[[Lower, fx.GraphModule, Sequence[Any], Kind, Phases], Boxed]
 """Turns a graph into code, as `compile_graph` does."""
+TIMEOUT: Final = 120.0
+"""Seconds after which a rank no longer waits for the one that compiles, and compiles by itself."""
 
 
 def decompositions(lower: Lower) -> dict[Any, Callable[..., Any]]:
@@ -62,6 +69,50 @@ def compile_graph(lower: Lower, graph: fx.GraphModule, inputs: Sequence[Any], ki
             return inductor_compile(graph, inputs, is_backward=kind == "backward", is_inference=kind == "inference")
 
 
+def graph_key(graph: fx.GraphModule, inputs: Sequence[Any], settings: str) -> str:
+    """Equal for equal graphs on all ranks of a machine; devices count with their index, as in Inductor's own keys.
+
+    Sizes that are symbols count by their names: ranks whose sequences differ in length share a symbolic graph.
+    `settings` is what else decides on the code.
+    """
+    parts = [settings, *(str(module.graph) for module in graph.modules() if isinstance(module, fx.GraphModule))]
+    for value in inputs:
+        if isinstance(value, torch.Tensor):
+            parts.append(f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}")
+        else:
+            parts.append(str(value))
+    return xxhash.xxh128_hexdigest("\n".join(parts).encode())
+
+
+@contextmanager
+def compile_lock(folder: Path, key: str, phases: Phases, timeout: float = TIMEOUT) -> Iterator[None]:
+    """Inside, no other process of this machine that uses `folder` compiles the graph of this key for the first time.
+
+    A rank that had to wait continues without the lock: the graph is in the cache then, and all waiting ranks may load
+    it at once. So does a rank that has waited for `timeout` seconds, a rank that cannot lock the folder, and every rank
+    after the first success, which an empty file marks.
+    """
+    lock, done = FileLock(folder / f"zeroweave_{key}.lock"), folder / f"zeroweave_{key}.done"
+    mine = False
+    try:
+        if not done.exists():
+            try:
+                lock.acquire(timeout=0)
+                mine = True
+            except Timeout:
+                with phases("wait"), lock.acquire(timeout=timeout, poll_interval=0.01):
+                    pass
+    except (OSError, NotImplementedError):  # Timeout is an OSError
+        pass
+    try:
+        yield
+        if mine:
+            done.touch()
+    finally:
+        if mine:
+            lock.release()
+
+
 def partition(
     lower: Lower, roles: Roles, activation_budget: float, joint: fx.GraphModule, inputs: Any, **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule, Split]:
@@ -75,7 +126,6 @@ def partition(
     split = inductor_partition if lower == "inductor" else aot_partition
     forward, backward = split(joint, inputs, activation_budget, **options)
     save_parameters(forward, backward, roles, options["num_fwd_outputs"])
-    make_gradients_contiguous(backward, roles)
     argument = {roles.position(node): i for i, node in enumerate(_placeholders(forward.graph))}
     positions = [roles.position(node) for node in _placeholders(backward.graph)]
     values = graph_outputs(forward.graph)
@@ -177,31 +227,6 @@ def save_parameters(forward: fx.GraphModule, backward: fx.GraphModule, roles: Ro
     for module in (forward, backward):
         module.graph.lint()
         module.recompile()
-
-
-def make_gradients_contiguous(backward: fx.GraphModule, roles: Roles) -> None:
-    """Copies gradients of parameters that the graph would return in another layout.
-
-    Only the output slot changes; other users of the node keep it.
-    """
-    output = backward.graph.output_node()
-    values = graph_outputs(backward.graph)
-    changed = False
-    for index, _, node in gradients_of(backward.graph, roles):
-        gradient = node.meta["val"]
-        if gradient.is_contiguous():
-            continue
-        with backward.graph.inserting_before(output):
-            options: dict[str, Any] = {"memory_format": torch.contiguous_format}
-            copy = backward.graph.call_function(torch.ops.aten.clone.default, (node,), options)
-        with gradient.fake_mode:
-            copy.meta["val"] = gradient.clone(memory_format=torch.contiguous_format)
-        copy.meta["autograd_backward"] = True
-        values[index] = copy
-        changed = True
-    if changed:
-        output.args = (tuple(values),)
-        backward.recompile()
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:

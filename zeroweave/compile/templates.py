@@ -27,12 +27,11 @@ from zeroweave._torch.dynamo import (
 )
 from zeroweave._torch.inductor import inductor_cache_hits
 from zeroweave.compile import lower as lowering
-from zeroweave.compile.announce import Announcer
 from zeroweave.compile.bind import Boxed, Roles, Split, TemplateHost, backward_binder, forward_binder, roles_of
 from zeroweave.compile.destinations import begins_with_losses, made_gradients, write_into_arguments, written_gradients
 from zeroweave.compile.fallback import explain, recompiled
 from zeroweave.compile.lower import Kind, Lower
-from zeroweave.compile.phases import Phases
+from zeroweave.compile.progress import Announcer, Phases
 from zeroweave.errors import EngineError, ParameterError, ZeroweaveError
 from zeroweave.notices import Journal
 
@@ -71,7 +70,8 @@ class Templates:
         self.templates = 0
         self.found = 0
         self.phases = Phases()
-        self._host: TemplateHost | None = host
+        self.host: TemplateHost | None = host
+        """the runtime; None after `close`"""
         self._names = dict(names)
         self._lower, self._code, self._hooks = lower, code, hooks
         self._limit, self._budget = recompile_limit, activation_budget
@@ -80,11 +80,6 @@ class Templates:
         self._breaks: dict[Hashable, list[str]] = {}
         self._running: list[nn.Module] = []
         self._own: dict[nn.Module, frozenset[int]] = {}
-
-    @property
-    def host(self) -> TemplateHost | None:
-        """The runtime; None after `close`."""
-        return self._host
 
     def compile(self, key: Hashable, dynamic: bool | None = None) -> Callable[..., Any]:
         """The compiled callable of all regions of one class: `compiled(module, *args, **kwargs)`.
@@ -110,8 +105,8 @@ class Templates:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module not in self._own:
-                assert self._host is not None
-                found = map(self._host.find, module.parameters())
+                assert self.host is not None
+                found = map(self.host.find, module.parameters())
                 self._own[module] = frozenset(place[0] for place in found if place is not None)
             before = dynamo_graph_breaks() if key not in self._breaks else None
             frames, backends = len(dynamo_frame_seconds()), self.phases.total
@@ -152,12 +147,12 @@ class Templates:
             self._journal.tell("recompiled", f"{region or 'the model'} is compiled once more: {'; '.join(reasons)}")
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        if self._host is None:
+        if self.host is None:
             raise EngineError("[ZW403] a region of a destroyed engine was called")
         self.graphs += 1
         module = self._running[-1] if self._running else None
         name = self._names.get(module, "") if module else ""
-        roles = roles_of(graph.graph, self._host, module, name)
+        roles = roles_of(graph.graph, self.host, module, name)
         compilation = _Compilation(self, self._lower, self._budget, roles, name)
         with self.phases("aot"):
             run = dynamo_backend(
@@ -206,23 +201,7 @@ class Templates:
         """Forgets the engine: nothing that Dynamo still keeps leads to the host or to a module."""
         for held in (self._compiled, self._codes, self._breaks, self._running, self._own, self._names):
             held.clear()
-        self._host = self._hooks = None
-
-
-class _Engine:
-    """The engine of a template, while it exists; see `bind.Caller`."""
-
-    def __init__(self, templates: Templates) -> None:
-        self._templates = weakref.ref(templates)
-
-    @property
-    def host(self) -> TemplateHost | None:
-        templates = self._templates()
-        return None if templates is None else templates.host
-
-    def region(self) -> tuple[str, frozenset[int]] | None:
-        templates = self._templates()
-        return None if templates is None else templates.region()
+        self.host = self._hooks = None
 
 
 class _Compilation:
@@ -230,7 +209,7 @@ class _Compilation:
 
     def __init__(self, templates: Templates, lower: Lower, activation_budget: float, roles: Roles, region: str) -> None:
         self._templates = weakref.proxy(templates)
-        self._caller = _Engine(templates)
+        self._find_engine = weakref.ref(templates)
         self._lower = lower
         self._budget = activation_budget
         self._roles = roles
@@ -252,13 +231,11 @@ class _Compilation:
 
     def _forward(self, graph: fx.GraphModule, inputs: Sequence[Any], split: Split | None) -> Boxed:
         metadata = aot_metadata()
-        if (
-            lowering.may_write(graph.graph, self._roles, metadata.input_info)
-            and (host := self._caller.host) is not None
-        ):
+        writes, host = lowering.may_write(graph.graph, self._roles, metadata.input_info), self._templates.host
+        if writes and host is not None:
             host.watch_writes()
         metadata.bw_donated_idxs = []
-        bind = forward_binder(self._caller, graph.graph, split)
+        bind = forward_binder(self._find_engine, graph.graph, split)
         kind: Kind = "forward" if split else "inference"
         return bind(self._templates.lowered(self._region, kind, graph, inputs))
 
@@ -266,6 +243,6 @@ class _Compilation:
         written = written_gradients(graph.graph, self._roles)
         early = not begins_with_losses(graph.graph)
         made = made_gradients(graph.graph, self._roles) - (written.keys() if early else frozenset())
-        bind = backward_binder(self._caller, graph.graph, self._split, self._roles, [*written], made, early)
+        bind = backward_binder(self._find_engine, graph.graph, self._split, self._roles, [*written], made, early)
         inputs = [*inputs, *write_into_arguments(graph, written)]
         return bind(self._templates.lowered(self._region, "backward", graph, inputs))

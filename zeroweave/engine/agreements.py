@@ -124,7 +124,8 @@ class Agreements:
         ranks: list[Options] = self._control.all_gather_object(mine, f"the options of step {step}")
         for rank, theirs in enumerate(ranks):
             if (found := difference(ranks[0], theirs)) is not None:
-                name, here, there = found
+                name, *values = found
+                here, there = (each[0] if len(each) == 1 else [*each] for each in values)
                 raise AgreementError(
                     f"[ZW505] step {step}: the ranks would update by different options; nothing has been written. "
                     f"{name} is {here} on rank 0, {there} on rank {rank}. Give all ranks the same; what a scheduler "

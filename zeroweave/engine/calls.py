@@ -13,8 +13,8 @@ from torch import nn
 from zeroweave._torch.autograd import allowing_hooks_again, recomputing, refuses_hooks
 from zeroweave._torch.fx import flatten, map_tensors
 from zeroweave._torch.modules import Hooks
-from zeroweave.compile.announce import Announcer
 from zeroweave.compile.lower import Code, compile_graph
+from zeroweave.compile.progress import Announcer
 from zeroweave.compile.regions import call_modules, find_regions, region_key
 from zeroweave.compile.templates import Templates
 from zeroweave.config import Config

@@ -93,7 +93,7 @@ class Stats:
 
     `on_demand_unshards`: gathers that a schedule should have ordered and did not. `departures`: steps that
     left their schedule. `graphs`: captured by Dynamo. `templates`: lowered. `found_templates`: those of them that
-    Inductor's cache had, from an earlier run or another rank. `compile_seconds`: by phase, see `compile.phases`,
+    Inductor's cache had, from an earlier run or another rank. `compile_seconds`: see `compile.progress.Phases`,
     and what making schedules took. `eager_regions`: regions that are not compiled, with the reason.
     `eager_modules`: modules with parameters outside of all regions, which always run eagerly.
     With `compile.cuda_graphs`, `graphed_calls`: executions of templates that were launched as graphs;

@@ -15,7 +15,7 @@ from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.window import Window
 from zeroweave.errors import NonFiniteError, listed
 from zeroweave.optim.adaptive import Adaptive
-from zeroweave.optim.options import Options, clipping, shared_options
+from zeroweave.optim.options import Options, numbers_of, shared_options
 from zeroweave.optim.scaler import Scaler
 from zeroweave.schedule import Instruction, Schedule
 
@@ -132,7 +132,7 @@ class OptimizerStep:
         """By which this rank would update at the end of the present window, as they are now."""
         optimizer = self._parts.optimizer
         found = {} if optimizer is None else shared_options(optimizer.optimizer, optimizer.shared)
-        return {**found, **clipping(self.scaler.limits)}
+        return {**found, "'max_norm' of clip_grad_norm_": numbers_of(self.scaler.limits)}
 
     def _update(self, absent: dict[int, frozenset[int]]) -> None:
         """`absent`: for each trained bucket the slots that no rank had a gradient for."""

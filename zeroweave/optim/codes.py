@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from zeroweave._triton.constants import CHANCES, CODED_BLOCK, LEAST_SCALE
+from zeroweave._triton import CHANCES, CODED_BLOCK, LEAST_SCALE
 
 BLOCK: Final = CODED_BLOCK
 _AT_ONCE: Final = 1 << 22

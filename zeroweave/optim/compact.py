@@ -19,8 +19,7 @@ from zeroweave.comm.rounding import noise_
 from zeroweave.errors import ParameterError, listed
 from zeroweave.layout import BucketLayout
 from zeroweave.optim.codes import Coded, decode, encode_
-from zeroweave.optim.fragments import Fragments
-from zeroweave.optim.moments import FragmentMoment, moments_of
+from zeroweave.optim.fragments import FragmentMoment, Fragments, moments_of
 from zeroweave.runtime.bucket import Bucket
 
 CODES: Final[Mapping[str, torch.dtype]] = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}

@@ -1,13 +1,17 @@
-"""The fragments of a bucket: what of each parameter is in this rank's shard, as the optimizer sees it."""
+"""What of each parameter is in this rank's shard, and what the optimizer keeps of it."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import MutableMapping, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from zeroweave.runtime.bucket import Bucket
+
+State = MutableMapping[Any, dict[str, Any]]
+Kind = tuple[str, torch.dtype]
 
 
 class Fragments:
@@ -52,3 +56,36 @@ class Fragments:
         """Drops the gradient."""
         for parameter in self.parameters:
             parameter.grad = None
+
+
+class FragmentMoment(NamedTuple):
+    """One moment of one fragment: `held[key]`, with its place at `start` of all of that kind of the bucket."""
+
+    slot: int
+    start: int
+    held: dict[str, Any]
+    key: str
+
+    @property
+    def value(self) -> torch.Tensor:
+        value: torch.Tensor = self.held[self.key]
+        return value
+
+    @property
+    def kind(self) -> Kind:
+        return self.key, self.value.dtype
+
+    def view(self, all_of_the_kind: torch.Tensor) -> torch.Tensor:
+        return all_of_the_kind[self.start : self.start + self.value.numel()]
+
+
+def moments_of(fragments: Fragments, state: State) -> list[FragmentMoment]:
+    """What an optimizer keeps of the fragments of a bucket, of their shapes."""
+    return [
+        FragmentMoment(slot, start, held, key)
+        for slot, (parameter, start) in enumerate(zip(fragments.parameters, fragments.starts, strict=True))
+        for held in (state.get(parameter),)
+        if held and parameter.numel()
+        for key, value in held.items()
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    ]

@@ -17,8 +17,8 @@ class Lion(torch.optim.Optimizer):
         m = b2 * m + (1 - b2) * g
 
     `params`: parameters, or groups of them. `lr`: a number, or a 0-dim tensor. `maximize`: g is the negative gradient.
-    NaN stays NaN. The momentum, `state[p]["exp_avg"]`, has the parameter's shape and dtype. A step reads a learning
-    rate that is a tensor on its device, so that CUDA graphs can hold it.
+    NaN stays NaN. The momentum, `state[p]["exp_avg"]`, has the parameter's shape and dtype. The host reads no learning
+    rate that is a tensor.
 
     Raises:
         ValueError: a learning rate or weight decay below 0, or a beta that is not in [0, 1).
@@ -71,8 +71,5 @@ class Lion(torch.optim.Optimizer):
             gradient = -gradient
         mixed = (momentum * beta1).add_(gradient * (1 - beta1))
         direction = torch.where(mixed.isnan(), mixed, mixed.sign())  # torch's sign of NaN is 0, which would hide it
-        new = (parameter * (1 - rate * group["weight_decay"])).sub_(direction.mul_(rate))
-        moved = (momentum * beta2).add_(gradient * (1 - beta2))
-        found = getattr(self, "found_inf", None)  # as torch's fused optimizers are told to skip a step
-        for old, value in ((parameter, new), (momentum, moved)):
-            old.copy_(value if found is None else torch.where(found == 0, value, old))
+        parameter.mul_(1 - rate * group["weight_decay"]).sub_(direction.mul_(rate))
+        momentum.mul_(beta2).add_(gradient * (1 - beta2))

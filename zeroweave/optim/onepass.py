@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zeroweave._torch.foreach import foreach_increase_
+from zeroweave._torch.foreach import foreach_add_
 from zeroweave._torch.storages import storage_key, version
 from zeroweave.errors import ParameterError
 from zeroweave.optim.compact import CompactMoments
@@ -104,18 +104,12 @@ class OnePass:
         """of offloaded buckets: bucket id -> slot -> step counter, its version, its value: the device is not asked"""
 
     def takes(self, bucket: int) -> bool:
-        """True if the bucket can be updated here, as its options are now. Else the optimizer steps itself."""
-        fits = all(self._rule.fits(group) for group in self._optimizer.param_groups)
-        return fits and self._buckets[bucket].shard.dtype == torch.float32
+        """True if the bucket can be updated here, as its options are now. Else the optimizer steps itself.
 
-    def _scalars(self, each: Range, on: torch.device) -> torch.Tensor | None:
-        """Those of a range whose counters have increased; None where the host has them."""
-        group = self._optimizer.param_groups[each.group]
-        rate = group["lr"]
-        if not isinstance(rate, torch.Tensor) or rate.device != on:
-            return None
-        counter = each.steps[0] if each.steps and each.steps[0].device == on else None
-        return self._rule.scalars(group, rate, each.step + 1 if counter is None else counter)
+        It does so where the learning rate is a tensor on a GPU, which the host would have to wait for.
+        """
+        fits = all(self._rule.fits(group) and _on_host(group["lr"]) for group in self._optimizer.param_groups)
+        return fits and self._buckets[bucket].shard.dtype == torch.float32
 
     @torch.no_grad()
     def update(self, bucket: int, masters: Masters, gradient: Scaled, absent: Set[int]) -> None:
@@ -126,12 +120,11 @@ class OnePass:
         for index, each in enumerate(ranges):
             group = groups[each.group]
             if each.steps:
-                foreach_increase_(each.steps, 1.0)
-            scalars = self._scalars(each, gradient.values.device)
+                foreach_add_(each.steps, 1.0)
             masters_of = masters.of(each.start, each.stop)
             part = Scaled(gradient.values[each.start : each.stop], gradient.factor)
             step = each.step + 1
-            launch = Launch(masters_of, part, each.moments, each.first, group, step, scalars, first + each.start)
+            launch = Launch(masters_of, part, each.moments, each.first, group, step, first + each.start)
             launch.issue(self._kernels, self._rule.own(self._kernels, launch))
             ranges[index] = each._replace(step=step, first=False, versions=_versions(each.steps))
 
@@ -201,6 +194,10 @@ class OnePass:
         held = tuple((state, key, state[key]) for state in states for key in (*keys, *steps))
         counters = tuple(state[key] for state in states for key in steps)
         return Range(tuple(slots), moments, states, held, counters, _versions(counters), step, first)
+
+
+def _on_host(rate: float | torch.Tensor) -> bool:
+    return not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"
 
 
 def _versions(counters: Iterable[torch.Tensor]) -> tuple[int, ...]:

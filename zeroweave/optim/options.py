@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from numbers import Real
 from typing import Any, Final
 
@@ -17,36 +18,31 @@ _ALIKE: Final = 1e-5
 _NOTHING: Final = 1e-12
 """So are numbers that differ by no more: what a cosine leaves in the end."""
 
-Options = Mapping[str, Mapping[str, object]]
-"""Of each group, by what people call it: `NAMES` and their values, each as `comparable` gives it."""
+Options = Mapping[str, Sequence[float | None]]
+"""What people call each option, and its numbers; None for what cannot be compared."""
 
 
-def shared_options(optimizer: torch.optim.Optimizer, groups: Collection[int]) -> dict[str, dict[str, object]]:
-    """Those of the groups of these numbers, without what only a device can compare."""
+def shared_options(optimizer: torch.optim.Optimizer, groups: Collection[int]) -> Options:
+    """Those of the groups with these indices, without what only a device can compare."""
     return {
-        f"param_groups[{index}]": {name: comparable(group[name]) for name in NAMES if name in group}
+        f"{name!r} of param_groups[{index}]": numbers_of(group[name])
         for index, group in enumerate(optimizer.param_groups)
         if index in groups
+        for name in NAMES
+        if name in group
     }
 
 
-def clipping(limits: Sequence[float]) -> dict[str, dict[str, object]]:
-    """The same of norms that gradients were clipped to."""
-    return {"clip_grad_norm_": {"max_norm": comparable(limits)}}
-
-
-def comparable(value: Any) -> object:
-    """A float, also of a tensor in host memory, or a list of such; None for what cannot be compared."""
-    if type(value) is float:
-        return value
+def numbers_of(value: Any) -> tuple[float | None, ...]:
+    """Those of a number, of a tensor in host memory that is one, or of a list of such."""
     if isinstance(value, list | tuple):
-        return [comparable(item) for item in value]
+        return tuple(chain.from_iterable(map(numbers_of, value)))
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
         value = value.item()
     try:
-        return float(value) if isinstance(value, Real) else None
+        return (float(value) if isinstance(value, Real) else None,)
     except OverflowError:
-        return math.inf
+        return (math.inf,)
 
 
 def packed(options: Options) -> bytes:
@@ -55,34 +51,24 @@ def packed(options: Options) -> bytes:
     As float32, which is read into bytes at once: this is done in each step.
     """
     numbers = array("f")
-    for each in options.values():
-        for value in each.values():
-            numbers.extend(_numbers(value))
+    for values in options.values():
+        numbers.append(len(values))
+        numbers.extend(math.nan if v is None else 0.0 if abs(v) < _NOTHING else v for v in values)
     return numbers.tobytes()
 
 
-def _numbers(value: Any) -> list[float]:
-    if isinstance(value, list):
-        return [len(value), *(number for item in value for number in _numbers(item))]
-    return [math.nan if value is None else 0.0 if abs(value) < _NOTHING else value]
-
-
-def difference(one: Options, other: Options) -> tuple[str, object, object] | None:
+def difference(one: Options, other: Options) -> tuple[str, Sequence[float | None], Sequence[float | None]] | None:
     """The name of the first option that differs, and both values; None where all that can be compared are alike."""
-    for place, options in one.items():
-        for name, value in options.items():
-            if not _alike(value, there := other.get(place, {}).get(name)):
-                return f"{name!r} of {place}", value, there
+    for name, here in one.items():
+        there = other.get(name, here)
+        if len(here) != len(there) or not all(map(_alike, here, there)):
+            return name, here, there
     return None
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(one: float | None, other: float | None) -> bool:
     if one is None or other is None:
         return True
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, list) or isinstance(other, list):
-        return False
     return math.isclose(one, other, rel_tol=_ALIKE, abs_tol=_NOTHING) or (math.isnan(one) and math.isnan(other))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -37,21 +38,17 @@ class Launch(NamedTuple):
     """of the group"""
     step: int
     """which one this is, from 1"""
-    scalars: torch.Tensor | None
-    """see `Rule.scalars`; None: the host computes them from `options` and `step`"""
     position: int
     """of its first element, in the flat"""
 
     def issue(self, kernels: Kernels, own: Own) -> None:
         """Launches the kernel with what all kernels take, and its own. The gradient stands in for an absent tensor."""
         factor, values = self.gradient.factor, self.gradient.values
-        scalars = values if self.scalars is None else self.scalars
         own.kernel[kernels.programs(values.numel())](
-            *self.masters[:2], values, *own.moments, values if factor is None else factor, scalars,
+            *self.masters[:2], values, *own.moments, values if factor is None else factor,
             values.numel(), *own.numbers, **own.flags,
             SPLIT=self.masters[2], FACTOR=0 if factor is None else 1 if isinstance(factor, float) else 2,
-            DEVICE=self.scalars is not None, MAXIMIZE=self.options["maximize"],
-            SIZE=kernels.BLOCK, enable_fp_fusion=False,
+            MAXIMIZE=self.options["maximize"], SIZE=kernels.BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -77,141 +74,100 @@ class Kernels(Protocol):
     def programs(self, numel: int) -> tuple[int]: ...
 
 
-class Rule(Protocol):
+class Rule(ABC):
     """How one class of optimizers updates."""
 
-    counts: bool
+    counts = False
     """true if it has step counters"""
-    born: bool
+    born = False
     """true if its states are there before the first step"""
+    numbers: tuple[str, ...]
+    """the options that a kernel takes as numbers, not as tensors"""
 
     def fits(self, group: Mapping[str, Any]) -> bool:
         """True if the kernel can do what the options of a group ask for."""
+        values = [group[name] for name in self.numbers] + [*group.get("betas", ())]
+        return all(map(_number, values)) and group.get("eps", 1) > 0 and not group.get("differentiable")
 
+    @abstractmethod
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The keys of what it keeps of each element, in the order of torch."""
 
+    @abstractmethod
     def own(self, kernels: Kernels, launch: Launch) -> Own:
         """What its kernel takes for an update."""
-
-    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
-        """What depends on the learning rate and the step, float32 on the device, where the rate is there.
-
-        `step`: one [], or several [n]; a row for each, [some] or [n, some].
-        """
 
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-class AdamRule:
+class AdamRule(Rule):
     """Adam and AdamW. `compact`: of masters and moments of few bits, whose codes come first, and then their scales."""
 
-    counts, born = True, False
+    counts, numbers = True, ("eps", "weight_decay")
 
     def __init__(self, decoupled: bool, compact: bool = False) -> None:
         self._decoupled, self._compact = decoupled, compact
 
     def fits(self, group: Mapping[str, Any]) -> bool:
-        numbers = all(map(_number, (*group["betas"], group["eps"], group["weight_decay"])))
-        plain = not group["differentiable"] and not (self._compact and group["amsgrad"])
-        return numbers and group["eps"] > 0 and plain
+        return super().fits(group) and not (self._compact and group["amsgrad"])
 
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
-        (beta1, beta2), rate = group["betas"], rate.double().reshape(())
-        step = step.double() if isinstance(step, torch.Tensor) else torch.full_like(rate, step)
-        keep = (1 - rate * group["weight_decay"]).expand_as(step)
-        return torch.stack([keep, rate / (1 - beta1**step), (1 - beta2**step).sqrt(), step], dim=-1).float()
-
     def own(self, kernels: Kernels, launch: Launch) -> Own:
-        group, moments = launch.options, launch.moments
-        beta1, beta2 = group["betas"]
-        numbers = (0.0, 0.0, 0.0)
-        if launch.scalars is None:
-            rate = float(group["lr"])
-            numbers = (
-                1 - rate * group["weight_decay"],
-                rate / (1 - beta1**launch.step),
-                math.sqrt(1 - beta2**launch.step),
-            )
-        more = (*numbers, float(group["weight_decay"]), 1 - beta1, beta2, 1 - beta2, group["eps"])
+        group, moments, step = launch.options, launch.moments, launch.step
+        (beta1, beta2), rate, decay = group["betas"], float(group["lr"]), float(group["weight_decay"])
+        scalars = 1 - rate * decay, rate / (1 - beta1**step), math.sqrt(1 - beta2**step)
+        numbers = (*scalars, decay, 1 - beta1, beta2, 1 - beta2, group["eps"])
         decoupled = self._decoupled or group.get("decoupled_weight_decay", False)
-        flags = {"COUPLED": not decoupled and group["weight_decay"] != 0}
+        flags = {"COUPLED": not decoupled and decay != 0}
         if self._compact:
-            return Own(kernels.compact_adam, moments, (*more, launch.position, launch.step), flags)
+            return Own(kernels.compact_adam, moments, (*numbers, launch.position, step), flags)
         largest = moments[2] if group["amsgrad"] else moments[1]
-        return Own(kernels.adam, (*moments[:2], largest), more, {**flags, "AMSGRAD": group["amsgrad"]})
+        return Own(kernels.adam, (*moments[:2], largest), numbers, {**flags, "AMSGRAD": group["amsgrad"]})
 
 
-class SGDRule:
+class SGDRule(Rule):
     """SGD, with momentum or without."""
 
-    counts, born = False, False
-
-    def fits(self, group: Mapping[str, Any]) -> bool:
-        numbers = all(map(_number, (group["momentum"], group["dampening"], group["weight_decay"])))
-        return numbers and not group["differentiable"]
+    numbers = ("momentum", "dampening", "weight_decay")
 
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
-        return rate.float()
-
     def own(self, kernels: Kernels, launch: Launch) -> Own:
         group, decay, momentum = launch.options, float(launch.options["weight_decay"]), bool(launch.moments)
-        rate = float(group["lr"]) if launch.scalars is None else 0.0
         flags = {"DECAY": decay != 0, "MOMENTUM": momentum, "FIRST": launch.first, "NESTEROV": group["nesterov"]}
-        numbers = rate, decay, float(group["momentum"]), 1.0 - group["dampening"]
+        numbers = float(group["lr"]), decay, float(group["momentum"]), 1.0 - group["dampening"]
         return Own(kernels.sgd, launch.moments if momentum else [launch.gradient.values], numbers, flags)
 
 
-class AdagradRule:
+class AdagradRule(Rule):
     """Adagrad."""
 
-    counts, born = True, True
-
-    def fits(self, group: Mapping[str, Any]) -> bool:
-        numbers = all(map(_number, (group["lr_decay"], group["eps"], group["weight_decay"])))
-        return numbers and group["eps"] > 0 and not group["differentiable"]
+    counts, born, numbers = True, True, ("lr_decay", "eps", "weight_decay")
 
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("sum",)
 
-    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
-        step = step.double() if isinstance(step, torch.Tensor) else step
-        return (rate.double() / (1 + (step - 1) * group["lr_decay"])).float().unsqueeze(-1)
-
     def own(self, kernels: Kernels, launch: Launch) -> Own:
-        group = launch.options
-        rate = 0.0 if launch.scalars is not None else float(group["lr"]) / (1 + (launch.step - 1) * group["lr_decay"])
-        decay = float(group["weight_decay"])
+        group, decay = launch.options, float(launch.options["weight_decay"])
+        rate = float(group["lr"]) / (1 + (launch.step - 1) * group["lr_decay"])
         return Own(kernels.adagrad, launch.moments, (rate, decay, group["eps"]), {"DECAY": decay != 0})
 
 
-class LionRule:
+class LionRule(Rule):
     """Lion."""
 
-    counts, born = False, False
-
-    def fits(self, group: Mapping[str, Any]) -> bool:
-        return all(map(_number, (*group["betas"], group["weight_decay"])))
+    numbers = ("weight_decay",)
 
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",)
 
-    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
-        rate = rate.double().reshape(())
-        return torch.stack([1 - rate * group["weight_decay"], rate]).float()
-
     def own(self, kernels: Kernels, launch: Launch) -> Own:
-        (beta1, beta2), rate = launch.options["betas"], 0.0
-        if launch.scalars is None:
-            rate = float(launch.options["lr"])
+        (beta1, beta2), rate = launch.options["betas"], float(launch.options["lr"])
         numbers = (1 - rate * launch.options["weight_decay"], rate, beta1, 1 - beta1, beta2, 1 - beta2)
         return Own(kernels.lion, launch.moments, numbers, {})
 

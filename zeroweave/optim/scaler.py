@@ -107,20 +107,16 @@ def checks(config: Config, layouts: Iterable[BucketLayout]) -> bool:
     return config.on_nonfinite is not None or loss_scale_of(config, layouts) is not None
 
 
-def sum_of_squares(norms: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
-    """The sum of squares of all elements on this rank, by the norms of their tensors: fp64, 0-dim, on their device.
+def total_norm(
+    tensors: Sequence[torch.Tensor], all_reduce: Callable[[torch.Tensor], object], device: torch.device
+) -> torch.Tensor:
+    """The global 2-norm, fp32, 0-dim. `all_reduce` sums a number over the ranks, in place, on `device`.
 
     Squares are added in fp64, where they neither overflow nor depend on the number of buckets and ranks in the digits
-    that fp32 shows. Infinities and NaNs pass through. `device` is that of the zero of an empty list.
+    that fp32 shows. Infinities and NaNs pass through.
     """
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(list(norms)).double().square().sum()
-
-
-def total_norm(local: torch.Tensor, all_reduce: Callable[[torch.Tensor], object]) -> torch.Tensor:
-    """The global 2-norm, fp32, 0-dim. `all_reduce` sums a copy of `local` over the ranks, in place."""
-    total = local.clone()
+    norms = foreach_norms(tensors)
+    total = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
     all_reduce(total)
     return total.sqrt().float()
 
@@ -186,7 +182,7 @@ class Scaler:
         # A gradient that several ranks have counts on the first of them.
         accounts = (each for _, each in sorted(self._gradients.accounts.items()) if not each.bucket.copy)
         shards = [each.shard for each in accounts if each.shard is not None and each.shard.numel()]
-        norm = total_norm(sum_of_squares(foreach_norms(shards), self._device), self._transport.all_reduce_sum)
+        norm = total_norm(shards, self._transport.all_reduce_sum, self._device)
         if (factor := self._factor) is not None:
             norm = norm * factor
         self.limits.append(max_norm)

@@ -25,8 +25,7 @@ import torch
 from zeroweave._torch.storages import storage_key
 from zeroweave.optim.codes import Coded, decode
 from zeroweave.optim.compact import CompactMoments, refused_in
-from zeroweave.optim.fragments import Fragments
-from zeroweave.optim.moments import FragmentMoment, Kind, moments_of
+from zeroweave.optim.fragments import FragmentMoment, Fragments, Kind, moments_of
 from zeroweave.optim.states import is_cut, tensors_in
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.transfers import Download, HostTensor, Transfers, Upload
@@ -447,12 +446,6 @@ class StateOffload:
         others = (lambda: ((p, state[p]) for p in self._large if p in state)) if fragment.numel() == 1 else tuple
         return frozenset(key for key, value in held.items() if is_cut(fragment, key, value, others()))
 
-    def value_of(self, bucket: int, slot: int, key: str) -> Any:
-        """One value of `state_of`, or None. No other is decoded."""
-        coded = self.coded(bucket, slot).get(key)
-        held = self._optimizer.state.get(self._fragments[bucket].parameters[slot], {})
-        return held.get(key) if coded is None else decode(coded)
-
     def coded(self, bucket: int, slot: int) -> Mapping[str, Coded]:
         """What has few bits of that, by key."""
         return self.compact[bucket].parts(slot) if bucket in self.compact else {}
@@ -474,13 +467,6 @@ class StateOffload:
                 compact.lower()
             if bucket in self._moments:
                 self._transfers.download(self._moments[bucket].lower())
-
-    def tensors(self, bucket: int) -> list[torch.Tensor]:
-        """The tensors of the state of a bucket's fragments, where they are now."""
-        fragments = self._fragments.get(bucket)
-        held = [] if fragments is None else [self._optimizer.state.get(p, {}) for p in fragments.parameters]
-        coded = self.compact[bucket].tensors if bucket in self.compact else []
-        return [value for state in held for value in state.values() if isinstance(value, torch.Tensor)] + coded
 
     def finish(self) -> None:
         """The host may read and write states from here on; before, copies may be under way."""

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from zeroweave._torch.optimizers import has_step_hooks, is_step_replaced
+from zeroweave._torch.modules import has_step_hooks, is_step_replaced
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError
 from zeroweave.optim.check import ELEMENT_WISE
@@ -303,7 +303,7 @@ class ShardedOptimizer:
         told = control.all_gather_object(self.offload.uncuttable(), "state that cannot be cut")
         if any(told):
             return Gathered({}, max(told))
-        held = self.offload.outline_of, self.offload.cut_of, self.offload.value_of
+        held = self.offload.outline_of, self.offload.cut_of, self.offload.state_of
         return gather(*held, self._views, self._fragments, transport, control, self._device, room)
 
     def take(

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from zeroweave._torch.fake import OperatorMode
 from zeroweave._torch.fx import flatten
+from zeroweave._torch.modes import OperatorMode
 from zeroweave._torch.storages import storage_key
 from zeroweave.comm.clock import Clock, Tell
 from zeroweave.comm.ledger import Gauge

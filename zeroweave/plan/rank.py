@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zeroweave._torch.fake import value_errors, without_memory
 from zeroweave._torch.fx import map_tensors, run_random_plainly
+from zeroweave._torch.modes import fake_tensors, value_errors
 from zeroweave.comm.wire import Wire
 from zeroweave.compile.bind import Boxed
 from zeroweave.compile.frames import keep_package_from_dynamo
 from zeroweave.compile.lower import Kind, Lower
-from zeroweave.compile.phases import Phases
+from zeroweave.compile.progress import Phases
 from zeroweave.config import Config
 from zeroweave.eager.access import Access
 from zeroweave.eager.hooks import hook_gradients
@@ -156,7 +156,7 @@ class PlannedRank:
         _refuse(config, layouts)
         policy, moments_off = policy_of(config, layouts, named.keys()), config.offload.optimizer != "none"
         compact = config.precision.optimizer == "compact"
-        self._fake = without_memory()
+        self._fake = fake_tensors()
         with self._fake:
             self._wire = wire = Wire(PlannedTransport(world, clock, hardware, self._group_size), cpu, clock)
             self._runtime = runtime = Runtime(

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from zeroweave._torch.fake import counted_operations, operator_name
 from zeroweave._torch.fx import flatten, operator_schema
+from zeroweave._torch.modes import counted_operations, operator_name
 from zeroweave.compile.bind import graph_outputs
 from zeroweave.compile.destinations import INTO
 from zeroweave.plan.hardware import Hardware

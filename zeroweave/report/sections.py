@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from zeroweave.comm.ledger import Traffic
-from zeroweave.compile.announce import pattern
+from zeroweave.compile.progress import pattern
 from zeroweave.config import Config
 from zeroweave.engine.samples import About
 from zeroweave.engine.stats import Stats

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zeroweave._torch.graphs import end_failed_capture, free_workspaces, unused_bytes
+from zeroweave._torch.cuda import end_failed_capture, free_workspaces, unused_bytes
 from zeroweave._torch.storages import unfilled
 
 

@@ -39,7 +39,7 @@ def other_norm(engine: zw.Engine) -> None:
 DIFFERENT = {
     by_its_own_loss: "'lr' of param_groups[0] is 0.001 on rank 0, 0.0005 on rank 1",
     other_decay: "'weight_decay' of param_groups[0] is 0.0 on rank 0, 0.1 on rank 1",
-    other_norm: "'max_norm' of clip_grad_norm_ is [1.0] on rank 0, [2.0] on rank 1",
+    other_norm: "'max_norm' of clip_grad_norm_ is 1.0 on rank 0, 2.0 on rank 1",
 }
 
 

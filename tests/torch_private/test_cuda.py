@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from zeroweave._torch.graphs import unused_bytes
+from zeroweave._torch.cuda import unused_bytes
 
 
 @pytest.mark.parametrize("gives_up", [True, False], ids=["a version that gives references up", "one that does not"])

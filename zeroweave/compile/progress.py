@@ -1,4 +1,4 @@
-"""Reports compilation in an engine's first step on the terminal: a minute of silence looks like a hang."""
+"""The time that compilation takes: its seconds by phase, and a line on the terminal while it lasts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,39 @@ from contextlib import contextmanager
 
 from zeroweave.notices import on_stderr
 
+NAMES = ("dynamo", "aot", "partition", "wait", "lower")
+
+
+class Phases:
+    """Seconds of each phase of compilation, exclusive: a phase inside another does not count for both.
+
+    `dynamo`: capture of graphs and guards. `aot`: AOTAutograd's tracing of forward and backward. `partition`: the split
+    into the two, Inductor's joint passes included. `wait`: for another rank of this machine that compiles the same
+    graph. `lower`: from graphs to code. Others may be added by their name.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(NAMES, 0.0)
+        self.total = 0.0
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Counts the time inside for `name`, less that of phases inside."""
+        began, inside = time.perf_counter(), self.total
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - began - (self.total - inside))
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self.total += seconds
+
 
 class Announcer:
     """One line on stderr for each group of equal regions while it is compiled, with the seconds that this takes.
+
+    A minute of silence would look like a hang.
 
     `speaks`: False if the line would not be read. `first`: True until the first step is over. Afterwards nothing is
     printed: the program has its own output then. The code that compiles enters `phase` outside of all code that Dynamo

@@ -1,14 +1,16 @@
-"""Captures of CUDA graphs that fail, and the memory of graphs."""
+"""CUDA streams, captures that fail, and the memory of graphs."""
 
 from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-_RELEASES_BY_ITSELF = (2, 13)
+_HERTZ: Final = 2_000_000_000
+"""Of GPUs' clocks, roughly: some are slower, and wait longer."""
+_RELEASES_BY_ITSELF: Final = (2, 13)
 """The first version whose graphs may give back the pool of a capture that has failed."""
 
 
@@ -57,3 +59,9 @@ def unused_bytes(pool: tuple[int, int]) -> int:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(given))
     segments = torch.cuda.memory_snapshot(pool, include_traces=False)
     return sum(int(segment["total_size"]) - int(segment["allocated_size"]) for segment in segments)
+
+
+def busy_wait(seconds: float, device: torch.device) -> None:
+    """The current stream of a GPU waits. Why: no public operation takes a given time."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(int(seconds * _HERTZ))
