@@ -52,7 +52,6 @@ UNCODED = {
     ("comm/process_group.py", "RuntimeError"),
     ("demo/text.py", "ValueError"),
     ("layout.py", "IndexError"),
-    ("layout.py", "ValueError"),
     ("plan/device.py", "NotImplementedError"),
     ("ranks/control.py", "ValueError"),
     ("runtime/replay.py", "AssertionError"),

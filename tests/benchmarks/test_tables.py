@@ -18,7 +18,8 @@ def test_rows_are_known_comparisons() -> None:
         asked = lm.parser().parse_args(CASES[case].arguments.split())
         known = {each for (each,) in lm.implementations(asked.impl, ce_rs=False, variants={})}
         names = {f"{'fsdp2-ce-graphs' if arm == 'peer' else arm}-{stage}" for arm in arms.split()}
-        assert names <= known, (name, names - known)
+        unlike = {each.replace("-fours", "") for each in names} - known  # any row may have four blocks in a bucket
+        assert not unlike, (name, unlike)
 
 
 def test_the_header_names_every_row() -> None:
