@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -74,9 +73,6 @@ class VirtualTransport:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype)
-
-    def together(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def _issue(self, kind: Kind, bucket: int, nbytes: int) -> VirtualPending:
         self.free = max(self.clock.now, self.free) + self.costs.seconds(kind, bucket, nbytes)

@@ -45,7 +45,7 @@ class Wire:
             outermost = self._paired(outermost)
         if self._skipping is not None:
             outermost = self._skipping
-        self.empty, self.together = outermost.empty, outermost.together
+        self.empty = outermost.empty
         self.all_gather, self.broadcast = outermost.all_gather, outermost.broadcast
         self.reduce_scatter, self.all_reduce = outermost.reduce_scatter, outermost.all_reduce
         self.all_reduce_sum, self.all_to_all = outermost.all_reduce_sum, outermost.all_to_all

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -31,9 +31,6 @@ class Around:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._inner.empty(numel, dtype)
-
-    def together(self) -> AbstractContextManager[None]:
-        return self._inner.together()
 
     def _before(self, kind: str, bucket: int) -> None:
         """Called before a collective is issued."""
@@ -129,10 +126,6 @@ class Fenced(Around):
         super().__init__(inner)
         self._device, self._switches = device, switches
 
-    def together(self) -> AbstractContextManager[None]:
-        waits = self._switches.sync_after_allgather or self._switches.sync_after_reduce
-        return nullcontext() if waits else self._inner.together()
-
     def _before(self, kind: str, bucket: int) -> None:
         switches = self._switches
         if kind != "broadcast":
@@ -219,9 +212,6 @@ class Skipping(Around):
         super().__init__(inner)
         self._planned = planned
         self._side = side_of(device)
-
-    def together(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._plan("all_gather", flat.dtype, flat.numel(), layout)
