@@ -20,8 +20,7 @@ from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
 from zeroweave.parameters.stub import Hooks
-from zeroweave.runtime.flat import Flat
-from zeroweave.runtime.near_shard import NearShard
+from zeroweave.runtime.flat import Flat, NearShard
 from zeroweave.runtime.shard import Shard
 from zeroweave.schedule.build import Schedule
 

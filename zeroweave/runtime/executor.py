@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import cast
 
 from zeroweave._torch.modes import unseen
-from zeroweave.runtime.activation_offload import Offloading
+from zeroweave.runtime.activations import Offloading
 from zeroweave.runtime.bucket import Bucket, Lingering
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.timeline import Timeline

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from zeroweave.runtime.activation_offload import Offloading
+from zeroweave.runtime.activations import Offloading
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.cursor import Cursor
 from zeroweave.runtime.executor import Executor
