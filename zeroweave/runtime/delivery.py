@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 
@@ -14,17 +13,11 @@ from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.replay import Replay
 
 
-class NoteBackward(Protocol):
-    """See `Runtime.note_backward`."""
-
-    def __call__(self, *, accumulates: bool = False) -> None: ...
-
-
 class Delivery:
     """Takes the gradients of compiled and of eager backwards. Parameters are (bucket id, slot index).
 
-    `note_backward` is called for each backward that delivers, `delivered(bucket id, slot index)` after each eager
-    gradient.
+    `note_backward` (see `Runtime`) is called for each backward that delivers, `delivered(bucket id, slot index)` after
+    each eager gradient.
 
     The gradients of eager code arrive on the stream of the last outermost forward; a CPU has none. Autograd delivers a
     leaf's gradient on the stream on which the leaf's `AccumulateGrad` node was made. That node outlives its forward
@@ -37,7 +30,7 @@ class Delivery:
         gradients: Gradients,
         replay: Replay,
         device: torch.device,
-        note_backward: NoteBackward,
+        note_backward: Callable[..., None],
         delivered: Callable[[int, int], None],
     ) -> None:
         self._buckets, self._gradients, self._replay, self._device = buckets, gradients, replay, device
