@@ -24,7 +24,7 @@ import torch
 from zeroweave._torch.storages import storage_key
 from zeroweave.comm.ledger import Gauge
 from zeroweave.runtime.copies import CopyStream
-from zeroweave.runtime.storages import Group, Home, HostCopy, Saved, free_storages, unshared
+from zeroweave.runtime.storages import Group, Home, Saved, count, free_storages, unshared
 from zeroweave.runtime.timeline import Timeline
 from zeroweave.schedule import Call, Instruction, Needed, Offload, Release, Reload
 
@@ -100,7 +100,7 @@ class Offloading:
             del self._arriving[home]
 
     def _note_needed(self, group: Group) -> None:
-        nbytes = sum(h.nbytes for h in group.homes() if h.group is group and (h.host or self._is_free(h)))
+        nbytes = sum(h.nbytes for h in group.homes() if h.group is group and (h.host is not None or self._is_free(h)))
         group.ask_for()
         if self._groups.get((group.call, group.number)) is group:  # not of an earlier window
             self._note(Needed(group.call, group.number, nbytes))
@@ -150,9 +150,10 @@ class Offloading:
         with self._copies.issue(), timing:
             for home in homes:
                 self._held.discard(home)
-                copy = HostCopy(self._copies.empty(home.nbytes), self.host)
+                copy = self._copies.empty(home.nbytes)
+                count(copy, self.host)
                 home.leaves(copy)
-                self._copies.copy(copy.content, _bytes(home.storage))
+                self._copies.copy(copy, _bytes(home.storage))
                 leaving.append((home, home.storage))
         return leaving, self._copies.mark()
 
@@ -177,7 +178,7 @@ class Offloading:
         with self._copies.issue(), timing:
             for home, storage in coming:
                 assert home.host is not None
-                self._copies.copy(_bytes(storage), home.host.content)
+                self._copies.copy(_bytes(storage), home.host)
         mark = self._copies.mark()
         for home, storage in coming:
             home.returns(mark)
