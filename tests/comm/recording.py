@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
 import torch
 
 from zeroweave.comm.transport import Messages, Parts, ReduceOp, Spread
@@ -47,6 +50,9 @@ class RecordingTransport:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
 
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> RecordedPending:
         return self._issue("all_gather")
 
@@ -72,6 +78,12 @@ class Noting(RecordingTransport):
     def __init__(self, name: str, noted: list[str], world: int = 2) -> None:
         super().__init__(rank=0, world=world)
         self._name, self._noted = name, noted
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self._noted.append("(")
+        yield
+        self._noted.append(")")
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> RecordedPending:
         self._noted.append(self._name)

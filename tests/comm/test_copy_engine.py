@@ -1,4 +1,4 @@
-"""Two ways of gathering: which transport has what."""
+"""Two ways of gathering: which transport has what, and what of it is one launch."""
 
 from __future__ import annotations
 
@@ -27,3 +27,13 @@ def test_where_a_flat_lies_decides() -> None:
     gather(transport, OTHER, PLACED, OTHER)
     transport.reduce_scatter(SHARD, {}, WHERE, "average")
     assert noted == ["kernel", "copy", "kernel", "kernel reduces"]
+
+
+def test_copies_lie_outside_of_launches() -> None:
+    transport, noted = two_ways()
+    with transport.together():
+        gather(transport, PLACED, PLACED)
+    with transport.together():
+        gather(transport, OTHER, OTHER, PLACED, OTHER)
+    gather(transport, OTHER)
+    assert noted == ["copy", "copy", *"( kernel kernel ) copy ( kernel ) kernel".split()]

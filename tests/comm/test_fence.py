@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import pytest
 import torch
 
@@ -61,6 +63,21 @@ def test_after_a_collective_it_is_waited_for_at_once_and_only_once(switch: str, 
     if waited:
         with pytest.raises(RuntimeError, match="twice"):
             pendings[0 if "all_gather" in waited else 1].wait()
+
+
+@pytest.mark.parametrize("switch", SYNC)
+def test_what_waits_at_once_is_issued_alone(switch: str) -> None:
+    class Launching(RecordingTransport):
+        launches = 0
+
+        def together(self) -> AbstractContextManager[None]:
+            self.launches += 1
+            return nullcontext()
+
+    inner = Launching(0, 2)
+    with fenced(inner, CPU, DebugConfig(**{switch: True})).together():
+        pass
+    assert inner.launches == (not switch.startswith("sync_after"))
 
 
 def test_the_rest_is_handed_on() -> None:

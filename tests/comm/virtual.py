@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -73,6 +74,9 @@ class VirtualTransport:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype)
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def _issue(self, kind: Kind, bucket: int, nbytes: int) -> VirtualPending:
         self.free = max(self.clock.now, self.free) + self.costs.seconds(kind, bucket, nbytes)

@@ -9,6 +9,7 @@ import torch
 
 from zeroweave._torch.distributed import (
     all_gather,
+    all_gather_together,
     collectives_begun,
     copying_communicator,
     end_process_group,
@@ -69,5 +70,8 @@ def test_the_short_ways_to_collectives_are_those_of_the_public_functions() -> No
         all_gather(gathered, torch.ones(4), group).wait()
         reduce_scatter(reduced, torch.ones(4), average, group).wait()
         assert gathered.tolist() == reduced.tolist() == [1.0] * 4
+        outputs, inputs = [torch.zeros(4), torch.zeros(2)], [torch.ones(4), torch.full((2,), 2.0)]
+        all_gather_together(outputs, inputs, group).wait()
+        assert [out.tolist() for out in outputs] == [[1.0] * 4, [2.0] * 2]
     finally:
         torch.distributed.destroy_process_group()

@@ -17,6 +17,10 @@ import torch.distributed.nn.functional
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import distributed_c10d as c10d
 
+_Group: Any = dist.ProcessGroup
+# The second is the name before 2.13.
+_all_gathers = getattr(_Group, "all_gather_single_coalesced", None) or _Group.allgather_into_tensor_coalesced
+
 
 def new_process_group(
     ranks: Sequence[int],
@@ -90,6 +94,11 @@ def collectives_begun() -> dict[str, int]:
 def all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts to gather each rank's `mine` in `output`, in rank order; its work. Why: the public one takes longer."""
     return group._allgather_base(output, mine, _all_gather_options())
+
+
+def all_gather_together(outputs: list[torch.Tensor], mine: list[torch.Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """Several of them in one launch; their work. Why: there is no public way to that."""
+    return _all_gathers(group, outputs, mine, _all_gather_options())
 
 
 @cache

@@ -10,7 +10,8 @@ So each place (`comm.places`) is one piece of memory, registered as a whole, and
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Literal
@@ -124,15 +125,35 @@ class Registered(FixedMemory):
 class CopyEngineGathers(Around):
     """A transport that gathers through `engine` if the flat is in registered memory; all else is `inner`'s.
 
-    `placed(flat)`: True if it is; the same on all ranks, see `runtime.bucket.seat`.
+    `placed(flat)`: True if it is; the same on all ranks, see `runtime.bucket.seat`. Copies have no launch to share, so
+    in the scope of `together` each run of gathers between them is one launch.
     """
 
     def __init__(self, inner: Transport, engine: Gatherer, placed: Callable[[torch.Tensor], bool]) -> None:
         super().__init__(inner)
         self._engine, self._placed = engine, placed
+        self._scope: ExitStack | None = None
+        """of `together`; it holds the launch that is open"""
+        self._launching = False
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        with ExitStack() as scope:
+            self._scope, self._launching = scope, False
+            try:
+                yield
+            finally:
+                self._scope = None
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        return (self._engine if self._placed(flat) else self._inner).all_gather(flat, shard, layout)
+        placed = self._placed(flat)
+        if self._scope is not None and self._launching == placed:
+            self._launching = not placed
+            if placed:
+                self._scope.close()
+            else:
+                self._scope.enter_context(self._inner.together())
+        return (self._engine if placed else self._inner).all_gather(flat, shard, layout)
 
 
 class CopyEngines:

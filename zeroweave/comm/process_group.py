@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -14,6 +15,7 @@ from torch.distributed.distributed_c10d import Store
 
 from zeroweave._torch.distributed import (
     all_gather,
+    all_gather_together,
     new_process_group,
     reduce_scatter,
 )
@@ -34,8 +36,8 @@ class _Work:
 
     __slots__ = ("_alive", "_count", "_ledger", "_on_host", "_waited", "_work")
 
-    def __init__(self, work: dist.Work, ledger: Ledger, on_host: bool, *alive: torch.Tensor) -> None:
-        self._work: dist.Work | None = work
+    def __init__(self, work: dist.Work | _Launch, ledger: Ledger, on_host: bool, *alive: torch.Tensor) -> None:
+        self._work: dist.Work | _Launch | None = work
         self._ledger, self._count, self._on_host = ledger, ledger.count, on_host
         self._alive: tuple[torch.Tensor, ...] = alive
         self._waited: Callable[[], None] | None = None
@@ -54,7 +56,7 @@ class _Work:
         return clock.after(self._work.wait, self._tell)
 
     def _tell(self, stamp: Callable[[], None]) -> None:
-        assert self._work is not None
+        assert isinstance(self._work, dist.Work)
         try:
             self._work.get_future().add_done_callback(lambda _: stamp())
         except RuntimeError:  # gloo's reduce-scatter does its last part in `wait`, and does not tell before
@@ -76,6 +78,30 @@ def _await(wait: Callable[[], object], ledger: Ledger, count: int, on_host: bool
 def _tensors_of(parts: Parts) -> Iterable[torch.Tensor]:
     """The tensors that must stay alive while the parts are reduced."""
     return (parts,) if isinstance(parts, torch.Tensor) else parts.values()
+
+
+class _Launch:
+    """Gathers that are issued together, at the end of the scope in which they were asked for."""
+
+    def __init__(self) -> None:
+        self._gathers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        """of each its output and its input, and the shard that this is, or is still to be made of"""
+        self._work: dist.Work | None = None
+
+    def gather(self, output: torch.Tensor, mine: torch.Tensor, shard: torch.Tensor) -> None:
+        self._gathers.append((output, mine, shard))
+
+    def issue(self, group: dist.ProcessGroup) -> None:
+        for _, mine, shard in self._gathers:
+            if mine is not shard:
+                cast_(mine, shard)
+        if self._gathers:
+            outputs, inputs, _ = zip(*self._gathers, strict=True)
+            self._work = all_gather_together(list(outputs), list(inputs), group)
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
 
 
 class ProcessGroupTransport:
@@ -106,6 +132,9 @@ class ProcessGroupTransport:
         self.rank, self.world = group.rank(), group.size()
         self._name, self._divisor, self._in_place = name, divisor or self.world, in_place
         self._side = side_of(device, priority=-1)
+        self._launches = device.type == "cuda"
+        """True if it can issue several collectives at once; gloo has no launch to save"""
+        self._launch: _Launch | None = None
         self._on_host = device.type == "cpu"
         """True if the result is there once the host has waited"""
 
@@ -130,18 +159,37 @@ class ProcessGroupTransport:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        if not self._launches:
+            yield
+            return
+        launch = self._launch = _Launch()
+        try:
+            yield
+        finally:
+            self._launch = None
+        with torch.no_grad(), on_side(self._side):
+            launch.issue(self.group)
+
     def _count(self, kind: str, tensor: torch.Tensor, bucket: int) -> None:
         self.ledger.record(kind, bucket, dtype_name(tensor.dtype), tensor.nbytes, self._name, self.world)
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._count("all_gather", flat, layout.id)
         target = lent(flat)
-        if shard.dtype == flat.dtype and not self._in_place:
+        start, stop = layout.shard_range(self.rank)
+        mine = target[start:stop]
+        as_it_is = shard.dtype == flat.dtype and not self._in_place
+        work: dist.Work | _Launch
+        if self._launch is not None:
+            work = self._launch
+            work.gather(target, shard if as_it_is else mine, shard)
+        elif as_it_is:
             work = all_gather(target, shard, self.group)
         else:
-            start, stop = layout.shard_range(self.rank)
             with on_side(self._side):
-                work = all_gather(target, cast_(target[start:stop], shard), self.group)
+                work = all_gather(target, cast_(mine, shard), self.group)
         return _Work(work, self.ledger, self._on_host, flat, shard)
 
     def _prepare(self, flat: torch.Tensor, op: ReduceOp) -> dist.ReduceOp.RedOpType:
@@ -217,6 +265,9 @@ class LocalTransport:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         cast_(flat, shard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -109,6 +110,12 @@ class Transport(Gatherer, Protocol):
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A new 1-D tensor for a shard; from here so that a transport can choose the kind of memory."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Inside, gathers only are issued: in one launch where the backend can.
+
+        Equally on all ranks: NCCL hangs where one rank launches together what another launches one after the other.
+        """
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         """Reduces the group's parts in the dtype of `out` and leaves this rank's chunk in `out`.

@@ -32,6 +32,9 @@ class Around:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._inner.empty(numel, dtype)
 
+    def together(self) -> AbstractContextManager[None]:
+        return self._inner.together()
+
     def _before(self, kind: str, bucket: int) -> None:
         """Called before a collective is issued."""
 
@@ -126,6 +129,10 @@ class Fenced(Around):
         super().__init__(inner)
         self._device, self._switches = device, switches
 
+    def together(self) -> AbstractContextManager[None]:
+        waits = self._switches.sync_after_allgather or self._switches.sync_after_reduce
+        return nullcontext() if waits else self._inner.together()
+
     def _before(self, kind: str, bucket: int) -> None:
         switches = self._switches
         if kind != "broadcast":
@@ -213,6 +220,9 @@ class Skipping(Around):
         self._planned = planned
         self._side = side_of(device)
 
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._plan("all_gather", flat.dtype, flat.numel(), layout)
         with on_side(self._side), torch.no_grad():
@@ -291,7 +301,7 @@ class Wire:
             outermost = self._paired(outermost)
         if self._skipping is not None:
             outermost = self._skipping
-        self.empty = outermost.empty
+        self.empty, self.together = outermost.empty, outermost.together
         self.all_gather, self.broadcast = outermost.all_gather, outermost.broadcast
         self.reduce_scatter, self.all_reduce = outermost.reduce_scatter, outermost.all_reduce
         self.all_reduce_sum, self.all_to_all = outermost.all_reduce_sum, outermost.all_to_all

@@ -9,6 +9,7 @@ from itertools import repeat
 import torch
 from torch.autograd.graph import increment_version
 
+from zeroweave.comm.transport import Transport
 from zeroweave.dc.registry import RegisteredParameter, Registry
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.runtime.flat import ShardedFlat
@@ -17,8 +18,8 @@ from zeroweave.runtime.flat import ShardedFlat
 class Gathers:
     """The gathered parameters of one runtime."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    def __init__(self, registry: Registry, transport: Transport) -> None:
+        self._registry, self._transport = registry, transport
         self._prefetched: set[int] = set()
         """parameters that a prefetch holds for the next `allgather_param`"""
         self._releases: Counter[int] = Counter()
@@ -63,9 +64,10 @@ class Gathers:
             found = self._find(graph_id, ds_id, ds_tensor, dtype)
             if ds_id not in self._prefetched:
                 wanted[ds_id] = found
-        for ds_id, (parameter, flat) in wanted.items():
-            self._prefetched.add(ds_id)
-            _unshard(parameter, flat)
+        with self._transport.together():
+            for ds_id, (parameter, flat) in wanted.items():
+                self._prefetched.add(ds_id)
+                _unshard(parameter, flat)
 
     def _find(
         self, graph_id: int, ds_id: int, given: torch.Tensor | None = None, dtype: torch.dtype | None = None

@@ -107,7 +107,7 @@ class Runtime:
         reductions = Reductions(self.transport, op, dtype, ledger.gauge("reduce buckets"))
         buckets = self._bucket_size, 2 if config.double_buffer else 1
         gradients = WindowGradients(registry, reductions, *buckets, ledger.gauge("gradients"), self._check)
-        return _Parts(registry, gradients, Gathers(registry))
+        return _Parts(registry, gradients, Gathers(registry, self.transport))
 
     @property
     def _parts(self) -> _Parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +35,9 @@ class PlannedTransport:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def _issue(self, nbytes: int, copied: int, *alive: object, group: str = WORLD) -> Passed:
         begin = max(self._clock.now, self._free)

@@ -1,8 +1,9 @@
-"""Collectives of a process group, and memory that is lent to the backend."""
+"""Collectives of a process group: launches of several, and memory that is lent to the backend."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,17 +21,40 @@ from zeroweave.errors import EngineError
 pytestmark = pytest.mark.oldest
 
 LAYOUTS = [replace(layout(world=2, numel=numel), id=id) for id, numel in enumerate((64, 64, 128, 32))]
-DTYPE = torch.bfloat16
+DTYPE = torch.bfloat16  # gloo has launches of one dtype
 
 
-def started() -> ProcessGroupTransport:
+def started(launches: bool = False) -> ProcessGroupTransport:
     group = dist.group.WORLD
     assert group is not None
-    return ProcessGroupTransport(group, torch.device("cpu"), Ledger(2, dist.get_rank()))
+    transport = ProcessGroupTransport(group, torch.device("cpu"), Ledger(2, dist.get_rank()))
+    transport._launches = launches  # as with NCCL
+    return transport
 
 
 def values(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(2 * seed + dist.get_rank())).to(dtype)
+
+
+def collected(launches: bool) -> tuple[list[Any], list[Any], int]:
+    """What a few gathers of float32 shards, and reductions, leave; and how many collectives were counted."""
+    transport = started(launches)
+    flats = [torch.zeros(each.numel, dtype=DTYPE) for each in LAYOUTS]
+    outs = [torch.zeros(each.shard_numel, dtype=DTYPE) for each in LAYOUTS]
+    with transport.together() if launches else nullcontext():
+        pending = [
+            transport.all_gather(flat, values(each.shard_numel, torch.float32, each.id), each)
+            for flat, each in zip(flats, LAYOUTS, strict=True)
+        ]
+    for each in pending:
+        each.wait()
+    pending = [
+        transport.reduce_scatter(out, {0: values(each.slots[0].numel, out.dtype, each.id)}, each, "predivide")
+        for out, each in zip(outs, LAYOUTS, strict=True)
+    ]
+    for each in pending:
+        each.wait()
+    return [f.tolist() for f in flats], [out.tolist() for out in outs], transport.ledger.count
 
 
 def closed() -> None:
@@ -47,6 +71,12 @@ def closed() -> None:
 
 def test_nothing_is_sent_by_what_was_closed(pools: Callable[[int], Pool]) -> None:
     pools(2).run(closed)
+
+
+def test_a_launch_gives_what_its_collectives_give_alone(pools: Callable[[int], Pool]) -> None:
+    alone, launched = pools(2).run(collected, False), pools(2).run(collected, True)
+    assert alone == launched
+    assert all(any(flat) for flat in alone[0][0]) and alone[0][2] == 2 * len(LAYOUTS)
 
 
 def exchanged() -> tuple[list[int], Any]:
