@@ -12,7 +12,7 @@ from tests.comm.recording import RecordingTransport, layout
 from zeroweave.comm.ledger import Traffic
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.comm.transport import Messages
-from zeroweave.comm.wire import Wire
+from zeroweave.comm.wrappers import Wire
 
 CPU = torch.device("cpu")
 LAYOUT = layout(world=2, numel=6)

@@ -10,7 +10,7 @@ import torch
 from tests.support.schedules import stack, stack_facts
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.process_group import LocalTransport
-from zeroweave.comm.wire import Wire
+from zeroweave.comm.wrappers import Wire
 from zeroweave.engine.agreements import Agreements
 from zeroweave.engine.guard import Progress
 from zeroweave.errors import AgreementError

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from tests.comm.virtual import VirtualTransport
-from zeroweave.comm.wire import Wire
+from zeroweave.comm.wrappers import Wire
 from zeroweave.layout import BucketLayout, Slot
 from zeroweave.runtime.policy import Policy
 from zeroweave.runtime.runtime import Runtime

@@ -78,5 +78,5 @@ def counted(size: int) -> Iterator[CountedClock]:
     def clock_of(device: torch.device) -> Clock:
         return clock
 
-    with patch("zeroweave.comm.wire.clock_of", clock_of):
+    with patch("zeroweave.comm.wrappers.clock_of", clock_of):
         yield clock

@@ -13,8 +13,7 @@ from zeroweave.comm.clock import Clock, Mark
 class Side:
     """A second stream next to the computation's. Work issued inside follows all that the current stream was given.
 
-    Not to be entered inside itself. Its events are recorded again and again: a wait for an event is a wait for its
-    latest recording at that time.
+    Not to be entered inside itself.
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
@@ -22,8 +21,6 @@ class Side:
         self.stream = torch.Stream(device=device, priority=priority)
         self._device = device
         self._fork = torch.Event(device=device)
-        self._ends: list[torch.Event] = []
-        """events that have been waited for, to be used again"""
 
     def __enter__(self) -> None:
         self._fork.record(torch.accelerator.current_stream(self.stream.device_index))
@@ -37,9 +34,9 @@ class Side:
 
     def pending(self, *alive: torch.Tensor) -> SideWork:
         """The end of all that was issued here so far."""
-        event = self._ends.pop() if self._ends else torch.Event(device=self._device)
+        event = torch.Event(device=self._device)
         event.record(self.stream)
-        return SideWork(event, *alive, ends=self._ends)
+        return SideWork(event, *alive)
 
 
 def side_of(device: torch.device, priority: int = 0) -> Side | None:
@@ -53,17 +50,12 @@ def on_side(side: Side | None) -> AbstractContextManager[None]:
 
 
 class SideWork:
-    """Work that ends with an event of another stream (None: it is over), and tensors that stay alive until the wait.
+    """Work that ends with an event of another stream (None: it is over), and tensors that stay alive until the wait."""
 
-    `ends`: where the event goes when it has been waited for.
-    """
+    __slots__ = ("_alive", "_event", "_waited")
 
-    __slots__ = ("_alive", "_ends", "_event", "_waited")
-
-    def __init__(
-        self, event: torch.Event | None = None, *alive: torch.Tensor, ends: list[torch.Event] | None = None
-    ) -> None:
-        self._event, self._alive, self._ends = event, alive, ends
+    def __init__(self, event: torch.Event | None = None, *alive: torch.Tensor) -> None:
+        self._event, self._alive = event, alive
         self._waited = False
 
     def wait(self) -> None:
@@ -72,8 +64,6 @@ class SideWork:
         self._waited = True
         if self._event is not None:
             self._event.wait()
-            if self._ends is not None:
-                self._ends.append(self._event)
         self._alive = ()
 
     def over(self, clock: Clock) -> Mark:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -30,9 +29,6 @@ from zeroweave.errors import EngineError, RankFailure
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.start import connect_gloo, local_gpu
-
-_LOANS: Final = 64
-"""So many are remembered at most."""
 
 
 class _Work:
@@ -139,8 +135,6 @@ class ProcessGroupTransport:
         self._launches = device.type == "cuda"
         """True if it can issue several collectives at once; gloo has no launch to save"""
         self._launch: _Launch | None = None
-        self._loans: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
-        """of flats that were gathered, by their addresses: buckets take turns in the same memory; see `_lend`"""
         self._on_host = device.type == "cpu"
         """True if the result is there once the host has waited"""
 
@@ -181,21 +175,11 @@ class ProcessGroupTransport:
     def _count(self, kind: str, tensor: torch.Tensor, bucket: int) -> None:
         self.ledger.record(kind, bucket, dtype_name(tensor.dtype), tensor.nbytes, self._name, self.world)
 
-    def _lend(self, flat: torch.Tensor, layout: BucketLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        """The memory of a flat as the backend gets it, and this rank's part of that."""
-        key = flat.data_ptr(), flat.numel(), flat.dtype
-        if (loan := self._loans.get(key)) is None:
-            if len(self._loans) == _LOANS:
-                self._loans.clear()
-            start, stop = layout.shard_range(self.rank)
-            with torch.inference_mode(False):  # else it could not be written later
-                whole = lent(flat)
-                loan = self._loans[key] = whole, whole[start:stop]
-        return loan
-
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._count("all_gather", flat, layout.id)
-        target, mine = self._lend(flat, layout)
+        target = lent(flat)
+        start, stop = layout.shard_range(self.rank)
+        mine = target[start:stop]
         as_it_is = shard.dtype == flat.dtype and not self._in_place
         work: dist.Work | _Launch
         if self._launch is not None:

@@ -19,8 +19,7 @@ from zeroweave._torch.distributed import end_process_group
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.process_group import make_transport, own_group, take_device
 from zeroweave.comm.transport import ReduceOp
-from zeroweave.comm.wire import Wire
-from zeroweave.comm.wrappers import fenced
+from zeroweave.comm.wrappers import Wire, fenced
 from zeroweave.config import RuntimeConfig
 from zeroweave.dc.gradients import WindowGradients
 from zeroweave.dc.registered_buffer import BufferedGathers, buffered

@@ -9,7 +9,7 @@ from typing import Final
 
 import xxhash
 
-from zeroweave.comm.wire import Wire
+from zeroweave.comm.wrappers import Wire
 from zeroweave.engine.guard import Progress
 from zeroweave.errors import AgreementError
 from zeroweave.optim.options import Options, difference, packed

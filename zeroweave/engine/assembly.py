@@ -20,8 +20,7 @@ from zeroweave.comm.copy_engine import Choice
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.places import Places, fixed_places
 from zeroweave.comm.process_group import take_device
-from zeroweave.comm.wire import Wire
-from zeroweave.comm.wrappers import Grouped, Paired, fenced
+from zeroweave.comm.wrappers import Grouped, Paired, Wire, fenced
 from zeroweave.compile.regions import matching
 from zeroweave.config import Config
 from zeroweave.eager.access import Access

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroweave.comm.copy_engine import Choice
-from zeroweave.comm.wire import Wire
+from zeroweave.comm.wrappers import Wire
 from zeroweave.config import Config
 from zeroweave.engine.agreements import Agreements
 from zeroweave.engine.guard import Guard, Progress

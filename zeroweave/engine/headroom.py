@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from zeroweave.comm.wire import Wire
+from zeroweave.comm.wrappers import Wire
 from zeroweave.engine.agreements import Agreements
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.process import machine

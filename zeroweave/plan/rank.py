@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from zeroweave._torch.fx import map_tensors, run_random_plainly
 from zeroweave._torch.modes import fake_tensors, value_errors
-from zeroweave.comm.wire import Wire
+from zeroweave.comm.wrappers import Wire
 from zeroweave.compile.bind import Boxed
 from zeroweave.compile.frames import keep_package_from_dynamo
 from zeroweave.compile.lower import Kind, Lower

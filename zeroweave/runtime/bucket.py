@@ -20,8 +20,7 @@ from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
 from zeroweave.parameters.stub import Hooks
-from zeroweave.runtime.flat import Flat
-from zeroweave.runtime.near_shard import NearShard
+from zeroweave.runtime.flat import Flat, NearShard
 from zeroweave.runtime.shard import Shard
 from zeroweave.schedule.build import Schedule
 
@@ -66,7 +65,7 @@ class Bucket(Flat):
         self.near: NearShard | None = None
         """where the ranks of a replica gather from; None: the bucket is not replicated"""
         if layout.replicas > 1:
-            self.near = NearShard(layout, dtype, transport, home.gatherer, lambda: home.source)
+            self.near = NearShard(layout, dtype, device, transport, home.gatherer, lambda: home.source)
         super().__init__(layout, dtype, device, self.near or home.gatherer, lambda: home.source, flats, own)
         self.id = layout.id
         self.rank = layout.place(transport.rank)
@@ -116,7 +115,7 @@ class Bucket(Flat):
     def gather_across(self) -> None:
         """Starts to bring the shards' values to all replicas, if they have changed. Collective."""
         if self.near is not None:
-            self.near.start()
+            self.near.gather()
 
     def still(self) -> None:
         """The shard may be written: no gather across replicas reads it."""

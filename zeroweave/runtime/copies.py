@@ -117,18 +117,15 @@ class CopyStream:
 
     def mark(self) -> torch.Event | None:
         """The end of what has been issued so far, for `wait`, and to be compared with `now`."""
-        if self.stream is None:
-            return None
-        event = torch.Event(device=self._device, enable_timing=True)
-        event.record(self.stream)
-        return event
+        return None if self.stream is None else self._recorded(self.stream)
 
     def now(self) -> torch.Event | None:
         """The end of what the current stream has been given so far; None on the CPU."""
-        if self.stream is None:
-            return None
+        return None if self.stream is None else self._recorded(self.current())
+
+    def _recorded(self, stream: Any) -> torch.Event:
         event = torch.Event(device=self._device, enable_timing=True)
-        event.record(self.current())
+        event.record(stream)
         return event
 
     def wait(self, mark: torch.Event | None) -> None:

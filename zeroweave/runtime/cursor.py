@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Final, NamedTuple
+from itertools import takewhile
+from typing import Final
 
 from zeroweave.schedule import (
     End,
@@ -23,21 +24,10 @@ _AT_ONCE: Final = (Unshard, Reshard, Reload, Stage)
 """Instructions that wait for nothing."""
 
 
-class _View(NamedTuple):
-    """The instructions ahead of a place in a schedule."""
-
-    event: Instruction | None
-    """the next event or update; None: none is left"""
-    place: int
-    """its index"""
-    trail: int
-    """the next instruction that waits"""
-
-
 class Cursor:
     """The instructions of a schedule, and how many of them have been taken: `index`.
 
-    Many windows follow one schedule, so the view ahead of each place is computed once. `micro_steps`: see
+    Many windows follow one schedule, so what comes next is computed once for each index. `micro_steps`: see
     `Schedule.micro_steps`.
     """
 
@@ -46,13 +36,13 @@ class Cursor:
         self.index = 0
         events = [i for i, instruction in enumerate(instructions) if isinstance(instruction, Run | End | Reduce)]
         self._micro_steps = dict(zip(events, micro_steps, strict=True))
-        view = _View(None, len(instructions), len(instructions))
-        self._views = [view] * (len(instructions) + 1)
-        for index in reversed(range(len(instructions))):
+        end = len(instructions)
+        self._events, self._trails = [end] * (end + 1), [end] * (end + 1)
+        """for each index, the place of the next event or update, and of the next instruction that waits"""
+        for index in reversed(range(end)):
             instruction = instructions[index]
-            event, place = (instruction, index) if isinstance(instruction, _EVENTS) else (view.event, view.place)
-            view = _View(event, place, view.trail if isinstance(instruction, _AT_ONCE) else index)
-            self._views[index] = view
+            self._events[index] = index if isinstance(instruction, _EVENTS) else self._events[index + 1]
+            self._trails[index] = self._trails[index + 1] if isinstance(instruction, _AT_ONCE) else index
 
     def restart(self) -> None:
         """Nothing has been taken."""
@@ -61,7 +51,8 @@ class Cursor:
     @property
     def event(self) -> Instruction | None:
         """The next event or update; None where nothing like that comes any more."""
-        return self._views[self.index].event
+        place = self._events[self.index]
+        return self._instructions[place] if place < len(self._instructions) else None
 
     @property
     def reduction(self) -> int | None:
@@ -71,43 +62,42 @@ class Cursor:
 
     def beyond(self, kind: type[Instruction]) -> Instruction | None:
         """The next event or update that is not of this kind."""
-        view = self._views[self.index]
-        while isinstance(view.event, kind):
-            view = self._views[self._behind(view)]
-        return view.event
+        events = map(self._instructions.__getitem__, self._places())
+        return next((event for event in events if not isinstance(event, kind)), None)
 
     def events(self, micro_step: int) -> Iterator[Instruction]:
         """The events to come without a gap that belong to this micro-step of the window."""
-        view = self._views[self.index]
-        while view.event is not None and self._micro_steps.get(view.place) == micro_step:
-            yield view.event
-            view = self._views[self._behind(view)]
+        places = takewhile(lambda place: self._micro_steps.get(place) == micro_step, self._places())
+        return map(self._instructions.__getitem__, places)
+
+    def _places(self) -> Iterator[int]:
+        """Those of the events and updates to come."""
+        place = self._events[self.index]
+        while place < len(self._instructions):
+            yield place
+            place = self._events[place + 1]
 
     def to_waits(self, buckets: Collection[int]) -> Iterator[Instruction]:
         """Takes all up to the last wait for one of these buckets that comes before the next event."""
-        ahead = range(self.index, self._views[self.index].place)
+        ahead = range(self.index, self._events[self.index])
         waits = [i for i in ahead if isinstance(each := self._instructions[i], Wait) and each.bucket in buckets]
         return self._take(waits[-1] + 1 if waits else self.index)
 
     def to_event(self) -> Iterator[Instruction]:
         """Takes all up to and including the next event or update."""
-        return self._take(self._behind(self._views[self.index]))
+        return self._take(self._events[self.index] + 1)
 
     def trail(self) -> Iterator[Instruction]:
         """Takes what follows and waits for nothing: all up to the next wait or event.
 
         A `Settle` waits for its reduction, so it comes when the next event does.
         """
-        return self._take(self._views[self.index].trail)
+        return self._take(self._trails[self.index])
 
     def rest(self) -> Iterator[Instruction]:
         """Takes all that are left."""
         return self._take(len(self._instructions))
 
-    def _behind(self, view: _View) -> int:
-        """The place after the event of a view."""
-        return min(view.place + 1, len(self._instructions))
-
     def _take(self, end: int) -> Iterator[Instruction]:
-        start, self.index = self.index, max(self.index, end)
+        start, self.index = self.index, max(self.index, min(end, len(self._instructions)))
         return iter(self._instructions[start : self.index])

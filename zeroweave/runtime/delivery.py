@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from zeroweave._torch.autograd import accumulates, current_graph_task, returns
 from zeroweave.runtime.bucket import Bucket
-from zeroweave.runtime.compute_stream import ComputeStream
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.replay import Replay
-
-
-class NoteBackward(Protocol):
-    """See `Runtime.note_backward`."""
-
-    def __call__(self, *, accumulates: bool = False) -> None: ...
 
 
 class Delivery:
     """Takes the gradients of compiled and of eager backwards. Parameters are (bucket id, slot index).
 
-    `note_backward` is called for each backward that delivers, `delivered(bucket id, slot index)` after each eager
-    gradient.
+    `note_backward` (see `Runtime`) is called for each backward that delivers, `delivered(bucket id, slot index)` after
+    each eager gradient.
+
+    The gradients of eager code arrive on the stream of the last outermost forward; a CPU has none. Autograd delivers a
+    leaf's gradient on the stream on which the leaf's `AccumulateGrad` node was made. That node outlives its forward
+    where a graph is kept, so it may belong to another stream than the present forward.
     """
 
     def __init__(
@@ -32,14 +29,21 @@ class Delivery:
         buckets: Mapping[int, Bucket],
         gradients: Gradients,
         replay: Replay,
-        stream: ComputeStream,
-        note_backward: NoteBackward,
+        device: torch.device,
+        note_backward: Callable[..., None],
         delivered: Callable[[int, int], None],
     ) -> None:
-        self._buckets, self._gradients, self._replay, self._stream = buckets, gradients, replay, stream
+        self._buckets, self._gradients, self._replay, self._device = buckets, gradients, replay, device
         self._note_backward, self._delivered = note_backward, delivered
         self._whole = -1
         """the graph task that is known to accumulate into every parameter that it reaches"""
+        self._stream: torch.cuda.Stream | None = None
+        """that of the last outermost forward; None: on a CPU, which has one order"""
+
+    def begin_forward(self) -> None:
+        """The engine computes on the current stream from now on."""
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
 
     def accumulates_all(self, task: int) -> None:
         """This graph task is known to accumulate into every parameter that it reaches."""
@@ -98,7 +102,7 @@ class Delivery:
 
     def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
         """Takes the gradient that autograd has accumulated for a parameter, on any stream."""
-        with self._stream.receive(gradient):
+        with self._receive(gradient):
             self._note_backward(accumulates=True)
             if not self._buckets[bucket_id].real[slot].requires_grad:
                 return  # autograd takes its stub for one that requires gradients
@@ -108,3 +112,11 @@ class Delivery:
             elif complete:
                 self._replay.reduce_due()
             self._delivered(bucket_id, slot)
+
+    def _receive(self, gradient: torch.Tensor) -> AbstractContextManager[object]:
+        """Inside, the compute stream is current and waits for the stream that was, on which `gradient` was made."""
+        if self._stream is None or (current := torch.cuda.current_stream(self._device)) == self._stream:
+            return nullcontext()
+        self._stream.wait_stream(current)
+        gradient.record_stream(self._stream)  # rare, and simpler than keeping it until it is reduced
+        return torch.cuda.stream(self._stream)

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import cast
 
 from zeroweave._torch.modes import unseen
-from zeroweave.runtime.activation_offload import Offloading
+from zeroweave.runtime.activations import Offloading
 from zeroweave.runtime.bucket import Bucket, Lingering
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.timeline import Timeline
@@ -38,8 +38,6 @@ class Staging:
 
     def __init__(self) -> None:
         self._snapshots: Mapping[int, Snapshot] = {}
-        self._waiting: dict[int, Snapshot] = {}
-        """those that have not started"""
 
     @property
     def busy(self) -> bool:
@@ -48,30 +46,29 @@ class Staging:
 
     def begin(self, snapshots: Mapping[int, Snapshot]) -> None:
         """Buckets change only after these snapshots have their values."""
-        self._snapshots, self._waiting = snapshots, dict(snapshots)
+        self._snapshots = snapshots
 
     def start(self, bucket: int) -> None:
         """The bucket's snapshot begins, if it has not."""
-        if (snapshot := self._waiting.get(bucket)) is not None:
+        if (snapshot := self._snapshots.get(bucket)) is not None:
             snapshot.start()
-            self._waiting.pop(bucket)  # last: after an interrupt in `start` the next call starts it again
 
     def arrive(self, bucket: int) -> None:
         """The bucket is about to change."""
-        self.start(bucket)
         if (snapshot := self._snapshots.get(bucket)) is not None:
+            snapshot.start()
             snapshot.arrive()
 
     def start_all(self) -> None:
         """All snapshots begin: no window that would start them may come."""
-        for bucket in list(self._waiting):
-            self.start(bucket)
+        for snapshot in self._snapshots.values():
+            snapshot.start()
 
     def arrive_all(self) -> None:
         """Any bucket may change from here on."""
         self.start_all()
-        for bucket in self._snapshots:
-            self.arrive(bucket)
+        for snapshot in self._snapshots.values():
+            snapshot.arrive()
 
 
 class Executor:

@@ -261,3 +261,37 @@ class ShardedFlat(Flat):
     def __init__(self, layout: BucketLayout, shard: torch.Tensor, transport: Transport, gauge: Gauge) -> None:
         super().__init__(layout, shard.dtype, shard.device, transport, lambda: shard, gauge)
         self.shard = shard
+
+
+class NearShard(Flat):
+    """The part of a replicated bucket that its near ranks gather from. Costs numel / group elements for good.
+
+    source [numel / world]  -- across replicas, once a change -->  near shard [numel / group]  -- inside -->  flat
+
+    It is held for good: `gather` brings the shards' values unless they are there, after `expire`.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        transport: Transport,
+        gatherer: Gatherer,
+        source: Callable[[], torch.Tensor],
+    ) -> None:
+        super().__init__(layout.across, dtype, device, gatherer, source, Gauge())
+        self._transport, self._inside = transport, layout.inside
+        self.storage.resize_(self.layout.nbytes)
+        self.values = self.flat
+        self.holds, self.stays = 1, True
+
+    def gather(self) -> None:
+        self.wait()
+        super().gather()
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
+        """Fills the bucket's `flat` [numel]; see `Gatherer`. `shard` is the source."""
+        self.gather()
+        self.wait()
+        return self._transport.all_gather(flat, self._target, self._inside)

@@ -14,9 +14,8 @@ import torch
 
 from zeroweave.comm.ledger import Gauge
 from zeroweave.comm.transport import ReduceOp, Transport
-from zeroweave.runtime.account import Account
+from zeroweave.runtime.account import Account, Lend
 from zeroweave.runtime.bucket import Bucket
-from zeroweave.runtime.gradient_flat import Lend
 from zeroweave.runtime.reductions import Reductions
 
 

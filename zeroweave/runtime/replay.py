@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from zeroweave.runtime.activation_offload import Offloading
+from zeroweave.runtime.activations import Offloading
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.cursor import Cursor
 from zeroweave.runtime.executor import Executor
@@ -279,7 +279,9 @@ class Replay:
 
     def reduce_due(self) -> None:
         """Reduces complete buckets while they are next in the schedule; one that is complete early waits."""
-        while self.reducing and (due := self._next_reduction()) is not None and self._is_due(due):
+        while self.reducing and (due := self._next_reduction()) is not None:
+            if due not in self._passed or not self._gradients.awaits_turn(due):
+                return  # gradients that were announced are missing, or a later call uses it
             self._reduce_next(due)
 
     def _reduce_next(self, due: int) -> None:
@@ -287,10 +289,6 @@ class Replay:
         self.record.add(Ready(due))
         self.executor.execute(self._cursor.to_event())
         self.executor.execute(self._cursor.trail())
-
-    def _is_due(self, bucket: int) -> bool:
-        """True if the bucket has all announced gradients, and no later call uses it."""
-        return bucket in self._passed and self._gradients.awaits_turn(bucket)
 
     @property
     def _catches_up(self) -> bool:
@@ -389,18 +387,16 @@ class Replay:
 
     def _gather_kept(self, until: int | None = None) -> None:
         """Gathers kept buckets in the order that all ranks agreed on, used on this rank or not."""
-        for bucket in self._keep_order():
+        order = sorted(self.kept_by_stage)
+        if self.schedule is not None:
+            gathers = (i.bucket for i in self.schedule.instructions if isinstance(i, Unshard))
+            order = [bucket for bucket in gathers if bucket in self.kept_by_stage]
+        for bucket in order:
             if not self.executor.holds[bucket]:
                 self.on_demand += self.schedule is not None
                 self._execute(Unshard(bucket))
             if bucket == until:
                 break
-
-    def _keep_order(self) -> list[int]:
-        kept = self.kept_by_stage
-        if self.schedule is None:
-            return sorted(kept)
-        return [i.bucket for i in self.schedule.instructions if isinstance(i, Unshard) and i.bucket in kept]
 
     def _issue_in_turn(self) -> None:
         # Kept buckets have one order on all ranks: nothing is gathered between their reductions.

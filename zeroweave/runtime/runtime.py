@@ -28,12 +28,10 @@ from zeroweave.comm.places import Places
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
-from zeroweave.runtime.activation_offload import Offloading
-from zeroweave.runtime.activations import Activations
+from zeroweave.runtime.activations import Activations, Offloading
 from zeroweave.runtime.backward import Observer, WayBack
 from zeroweave.runtime.bucket import Bucket, Directory, SavedViews, seat
 from zeroweave.runtime.call_graphs import CallGraphs
-from zeroweave.runtime.compute_stream import ComputeStream
 from zeroweave.runtime.copies import CopyStream
 from zeroweave.runtime.delivery import Delivery
 from zeroweave.runtime.gradients import Gradients
@@ -116,9 +114,8 @@ class Runtime:
         self._examined = -1
         """the graph task that was last found to accumulate or not"""
         self._back = WayBack(self.replay, self.leave)
-        self._stream = ComputeStream(device)
         self.delivery = delivery = Delivery(
-            self.buckets, self.gradients, self.replay, self._stream, self.note_backward, self._delivered
+            self.buckets, self.gradients, self.replay, device, self.note_backward, self._delivered
         )
         self.destinations, self.sums, self.deliver = delivery.destinations, delivery.sums, delivery.deliver
         self._optional: set[str] = set()
@@ -180,7 +177,7 @@ class Runtime:
         `inputs`: differs between inputs of different shapes.
         """
         self.note_backward()
-        self._stream.begin_forward()
+        self.delivery.begin_forward()
         self._training = self.in_backward or (self._trains and torch.is_grad_enabled())
         if first := self._training and not (self.in_backward or self.replay.record):
             self._observer.window_began()

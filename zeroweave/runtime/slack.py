@@ -29,11 +29,6 @@ class Slack:
         self._in_backward = False
         self.states = 0
 
-    @property
-    def counts(self) -> bool:
-        """True once memory in use has been counted."""
-        return self._most > 0
-
     def begin_backward(self) -> None:
         """A backward begins in which states may come. The capacity is asked for, which other processes may change."""
         self._limit = int(_SHARE * self._capacity())

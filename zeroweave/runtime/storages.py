@@ -118,8 +118,8 @@ class Home:
         self.saved: weakref.WeakSet[Saved] = weakref.WeakSet()
         self.group: Group | None = None
         """the last one that has saved it"""
-        self.host: HostCopy | None = None
-        """its content, while it is leaving or away"""
+        self.host: torch.Tensor | None = None
+        """uint8 [nbytes]: its content, while it is leaving or away"""
         self.away = False
         """True if its content is in host memory only"""
         self.mark: Any = None
@@ -129,8 +129,8 @@ class Home:
         """A call has saved it."""
         self.group = group
 
-    def leaves(self, copy: HostCopy) -> None:
-        """Its content is on the way to host memory."""
+    def leaves(self, copy: torch.Tensor) -> None:
+        """Its content is on the way to `copy` in host memory."""
         self.host = copy
 
     def stays(self) -> None:
@@ -141,7 +141,7 @@ class Home:
         """Its content is in host memory only, where `away` counts it."""
         assert self.host is not None
         self.away = True
-        self.host.alone(away)
+        count(self.host, away)
 
     def returns(self, mark: Any) -> None:
         """Its content is on the way back, and there at `mark`."""
@@ -184,24 +184,7 @@ class Group:
         return list(dict.fromkeys(saved.home for saved in self.saved if saved.home is not None))
 
 
-class HostCopy:
-    """The content of a storage, uint8 [bytes], in host memory, where `gauge` counts it."""
-
-    __slots__ = ("_gauges", "content")
-
-    def __init__(self, content: torch.Tensor, gauge: Gauge) -> None:
-        self.content = content
-        self._gauges: list[Gauge] = []
-        self._counts(gauge)
-
-    def _counts(self, gauge: Gauge) -> None:
-        self._gauges.append(gauge)
-        gauge.add(self.content.nbytes)
-
-    def alone(self, gauge: Gauge) -> None:
-        """The storage is empty, and this is its only content: `gauge` counts it, too, as long as it lives."""
-        self._counts(gauge)
-
-    def __del__(self) -> None:
-        for gauge in self._gauges:
-            gauge.add(-self.content.nbytes)
+def count(content: torch.Tensor, gauge: Gauge) -> None:
+    """`gauge` counts the bytes of `content` as long as it lives."""
+    gauge.add(content.nbytes)
+    weakref.finalize(content, gauge.add, -content.nbytes)

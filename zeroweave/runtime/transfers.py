@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,9 +28,6 @@ from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
 from zeroweave.runtime.copies import CopyStream
 from zeroweave.runtime.slack import Slack
-
-_CALLS: Final = 8
-"""So many calls may begin before the compute stream waits for the last downloads, where memory is not counted."""
 
 
 class HostTensor:
@@ -268,7 +265,6 @@ class Transfers:
         self.staged = Gauge()
         self._up, self._down, self._aside = streams(device), streams(device), streams(device)
         self._leaving: deque[_Leaving] = deque()
-        self._calls = 0
         self.slack = Slack(self._up.in_use, self._up.capacity, fills)
         self._held: deque[Sequence[Download]] = deque()
         """those of `download_later` that have not begun"""
@@ -337,7 +333,6 @@ class Transfers:
         leaving = _Leaving(self._down.current(), mark, [tensor for tensor, _, _ in copies])
         self._leaving.append(leaving)
         self.slack.add(leaving.nbytes)
-        self._calls = 0
         self._retire_for(0, most=2)
 
     def snapshot(self, tensors: Sequence[torch.Tensor]) -> Snapshot:
@@ -377,21 +372,17 @@ class Transfers:
         """Called as calls begin: frees the device tensors of downloads that are over, and begins uploads.
 
         The host is ahead of the device and may find none over that will be. So the stream waits for them once there is
-        no room, or, where memory is not counted, after some calls.
+        no room.
         """
         if not self._any and self._ahead is None:
             return
         self._begin_held(0 if self._quiet else 1)
         self._quiet = False
         self.slack.call_begins()
-        self._calls += 1
-        while self._leaving and (self._leaving[0].event.query() or self._is_time()):
+        while self._leaving and (self._leaving[0].event.query() or self.slack.room <= 0):
             self._retire()
         if self._ahead is not None and not self._ahead():
             self._ahead = None
-
-    def _is_time(self) -> bool:
-        return self.slack.room <= 0 if self.slack.counts else self._calls > _CALLS
 
     def finish(self) -> None:
         """The host waits for all copies: it may read and write host tensors from here on."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zeroweave.comm.wire import Wire
+from zeroweave.comm.wrappers import Wire
 from zeroweave.config import Config
 from zeroweave.engine.context import EngineContext
 from zeroweave.engine.logs.sinks import CURVES, Sink, Values, json_lines
