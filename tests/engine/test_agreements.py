@@ -20,7 +20,7 @@ from zeroweave.ranks.signals import NUMBERS, Notes
 from zeroweave.schedule import compile_schedule
 
 SCHEDULE = compile_schedule(stack(2, 1, 1), stack_facts(2, 1))
-OPTIONS: Options = {"param_groups[0]": {"lr": 0.1}}
+OPTIONS: Options = {"'lr' of param_groups[0]": (0.1,)}
 
 
 class Others:

@@ -411,6 +411,12 @@ class StateOffload:
         """Options of groups of the optimizer's kind that its states cannot have, in words."""
         return refused_in(groups) if self.compact else []
 
+    def value_of(self, bucket: int, slot: int, key: str) -> Any:
+        """One value of `state_of`, or None. No other is decoded."""
+        coded = self.coded(bucket, slot).get(key)
+        held = self._optimizer.state.get(self._fragments[bucket].parameters[slot], {})
+        return held.get(key) if coded is None else decode(coded)
+
     def state_of(self, bucket: int, slot: int) -> Mapping[str, Any]:
         """What the optimizer holds of a fragment, in float32 where that has few bits, by then as copies."""
         held = self._optimizer.state.get(self._fragments[bucket].parameters[slot], {})

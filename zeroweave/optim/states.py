@@ -210,7 +210,7 @@ class _Kind(NamedTuple):
 def gather(
     outline_of: Callable[[int, int], Mapping[str, Any]],
     cut_of: Callable[[int, int], Set[str]],
-    state_of: Callable[[int, int], Mapping[str, Any]],
+    value_of: Callable[[int, int, str], Any],
     buckets: Mapping[int, Bucket],
     fragments: Mapping[int, Fragments],
     transport: Transport,
@@ -224,7 +224,8 @@ def gather(
     memory, else there are none. None: rank 0 alone gets all of them, in host memory. Each kind of state is gathered
     bucket by bucket on `device`, and then moves to its place. What belongs to the rank alone is in it as it is.
     `outline_of(bucket, slot)`: what the optimizer of this rank holds of a fragment, perhaps without the values of what
-    is cut; `cut_of(bucket, slot)`: the keys of that; `state_of(bucket, slot)`: the same with all values.
+    is cut; `cut_of(bucket, slot)`: the keys of that; `value_of(bucket, slot, key)`: such a value, which is asked for
+    once, and let go.
     """
     mine = {
         (bucket, slot): _tell_fragment(outline_of(bucket, slot), cut_of(bucket, slot))
@@ -250,7 +251,7 @@ def gather(
         for key, dtype, slots in _to_gather(told, bucket, found):
             shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
             for i in slots:
-                if (id, i) in mine and (value := state_of(id, i).get(key)) is not None:
+                if (id, i) in mine and (value := value_of(id, i, key)) is not None:
                     bucket.fragment(shard, i).copy_(value)
             flat = torch.empty(layout.numel, dtype=dtype, device=device)
             transport.all_gather(flat, shard, layout).wait()

@@ -303,7 +303,7 @@ class ShardedOptimizer:
         told = control.all_gather_object(self.offload.uncuttable(), "state that cannot be cut")
         if any(told):
             return Gathered({}, max(told))
-        held = self.offload.outline_of, self.offload.cut_of, self.offload.state_of
+        held = self.offload.outline_of, self.offload.cut_of, self.offload.value_of
         return gather(*held, self._views, self._fragments, transport, control, self._device, room)
 
     def take(
