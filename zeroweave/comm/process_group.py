@@ -177,16 +177,17 @@ class ProcessGroupTransport:
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._count("all_gather", flat, layout.id)
-        target = lent(flat)
-        start, stop = layout.shard_range(self.rank)
-        mine = target[start:stop]
+        target, mine = lent(flat), shard
         as_it_is = shard.dtype == flat.dtype and not self._in_place
+        if not as_it_is:
+            start, stop = layout.shard_range(self.rank)
+            mine = target[start:stop]
         work: dist.Work | _Launch
         if self._launch is not None:
             work = self._launch
-            work.gather(target, shard if as_it_is else mine, shard)
+            work.gather(target, mine, shard)
         elif as_it_is:
-            work = all_gather(target, shard, self.group)
+            work = all_gather(target, mine, self.group)
         else:
             with on_side(self._side):
                 work = all_gather(target, cast_(mine, shard), self.group)
