@@ -10,8 +10,7 @@ from tests.support.marks import daily
 from zeroweave.engine.settings import ScheduleSettings
 from zeroweave.schedule import Costs, Schedule, budget, compile_schedule, fixed, foreseen, grown, margin, simulate
 from zeroweave.schedule.budget import reserve
-from zeroweave.schedule.cost import is_event
-from zeroweave.schedule.instructions import Reduce, Reshard, Unshard
+from zeroweave.schedule.instructions import Reduce, Reshard, Unshard, is_event
 
 BLOCKS, ACTIVATION, REST = 8, 50, 10_000
 

@@ -18,6 +18,7 @@ from zeroweave.schedule import (
     Update,
     Wait,
 )
+from zeroweave.schedule.instructions import is_event
 
 _EVENTS: Final = (Run, End, Reduce, Update)
 _AT_ONCE: Final = (Unshard, Reshard, Reload, Stage)
@@ -34,7 +35,7 @@ class Cursor:
     def __init__(self, instructions: Sequence[Instruction] = (), micro_steps: Sequence[int] = ()) -> None:
         self._instructions = instructions
         self.index = 0
-        events = [i for i, instruction in enumerate(instructions) if isinstance(instruction, Run | End | Reduce)]
+        events = [i for i, instruction in enumerate(instructions) if is_event(instruction)]
         self._micro_steps = dict(zip(events, micro_steps, strict=True))
         end = len(instructions)
         self._events, self._trails = [end] * (end + 1), [end] * (end + 1)

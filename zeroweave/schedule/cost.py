@@ -20,7 +20,6 @@ from zeroweave.schedule.facts import Costs
 from zeroweave.schedule.instructions import (
     Call,
     End,
-    Instruction,
     Offload,
     Reduce,
     Release,
@@ -32,6 +31,7 @@ from zeroweave.schedule.instructions import (
     Unshard,
     Update,
     Wait,
+    is_event,
 )
 from zeroweave.schedule.moves import Move
 
@@ -77,11 +77,6 @@ class Prediction:
     def busy(self, *lanes: Lane) -> float:
         """Seconds in which the lanes work."""
         return sum(span.stop - span.start for span in self.spans if span.lane in lanes)
-
-
-def is_event(instruction: Instruction) -> bool:
-    """True if the instruction belongs to the record."""
-    return isinstance(instruction, Run | End | Reduce)
 
 
 def reductions(schedule: Schedule) -> list[tuple[int, int, int]]:

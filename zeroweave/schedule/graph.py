@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Literal, TypeAlias
 
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.cost import collective_seconds, is_event
+from zeroweave.schedule.cost import collective_seconds
 from zeroweave.schedule.facts import Costs, Kind
 from zeroweave.schedule.instructions import (
     Call,
@@ -23,6 +23,7 @@ from zeroweave.schedule.instructions import (
     Unshard,
     Update,
     Wait,
+    is_event,
 )
 
 Reason: TypeAlias = Literal["compute", "values", "gradient", "storage", "lane"]

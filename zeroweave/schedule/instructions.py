@@ -178,6 +178,11 @@ class Needed:
 Event: TypeAlias = Entered | Left | Ready | Micro | Needed
 
 
+def is_event(instruction: Instruction) -> bool:
+    """True if the instruction belongs to the record."""
+    return isinstance(instruction, Run | End | Reduce)
+
+
 def is_backward(event: Event) -> bool:
     """True if it happens in a backward, or after one."""
     if isinstance(event, Entered | Left):

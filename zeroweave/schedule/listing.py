@@ -25,6 +25,7 @@ from zeroweave.schedule.instructions import (
     Settle,
     Unshard,
     Wait,
+    is_event,
 )
 from zeroweave.schedule.moves import Move, moves_of
 
@@ -41,7 +42,7 @@ class Listing:
     def costs(self) -> Costs | None:
         """The measured costs of this record; None where nothing was measured, or another record."""
         costs = self.facts.costs
-        events = sum(isinstance(i, Run | End | Reduce) for i in self.instructions)
+        events = sum(map(is_event, self.instructions))
         return costs if costs is not None and len(costs.compute) == events else None
 
     @cached_property

@@ -17,14 +17,13 @@ from zeroweave.schedule.cost import (
     away_of,
     flats_of,
     held_by_reductions,
-    is_event,
     most_by_event,
     reductions,
     simulate,
 )
 from zeroweave.schedule.facts import Costs, Kind, Line
 from zeroweave.schedule.graph import Graph, dependencies
-from zeroweave.schedule.instructions import Instruction, Release, Settle, Update
+from zeroweave.schedule.instructions import Instruction, Release, Settle, Update, is_event
 from zeroweave.schedule.moves import moves_of
 from zeroweave.schedule.save import Marks, StepMarks, read, write
 

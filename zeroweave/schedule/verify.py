@@ -25,6 +25,7 @@ from zeroweave.schedule.instructions import (
     Unshard,
     Update,
     Wait,
+    is_event,
     project,
     reduce_order,
 )
@@ -63,7 +64,7 @@ def verify(schedule: Listing) -> None:
 
 
 def _match_record(schedule: Listing) -> None:
-    done = [(n, i) for n, i in enumerate(schedule.instructions) if isinstance(i, Run | End | Reduce)]
+    done = [(n, i) for n, i in enumerate(schedule.instructions) if is_event(i)]
     for found, expected in zip_longest(done, project(schedule.record)):
         if found is None:
             index, spelled = len(schedule.instructions), "end of the schedule"
@@ -106,7 +107,7 @@ class _State:
         behind = Settle | ReduceAcross | Update | GatherAcross | Reshard
         if (self.updated or self.freed) and not isinstance(instruction, behind):
             raise ScheduleError(f"the step is over: {'an Update' if self.updated else 'a Free'} has come before it")
-        if isinstance(instruction, Run | End | Reduce):
+        if is_event(instruction):
             self.moves.event()
         match instruction:
             case Unshard(bucket):

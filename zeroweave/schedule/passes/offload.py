@@ -6,8 +6,7 @@ from bisect import bisect_left, bisect_right
 from itertools import accumulate
 
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.cost import is_event
-from zeroweave.schedule.instructions import Instruction, Offload, Release, Reload, Run
+from zeroweave.schedule.instructions import Instruction, Offload, Release, Reload, Run, is_event
 
 
 def offload(schedule: Schedule) -> Schedule:

@@ -7,9 +7,8 @@ from itertools import accumulate
 from typing import Final
 
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.cost import is_event
 from zeroweave.schedule.facts import Costs
-from zeroweave.schedule.instructions import Instruction, Phase, Reduce, Reshard, Run, Unshard, Update, Wait
+from zeroweave.schedule.instructions import Instruction, Phase, Reduce, Reshard, Run, Unshard, Update, Wait, is_event
 from zeroweave.schedule.passes.room import Events, predict
 
 _MARGIN: Final = 1.25

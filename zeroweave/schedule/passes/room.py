@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.cost import Prediction, is_event, most_by_event, simulate
+from zeroweave.schedule.cost import Prediction, most_by_event, simulate
 from zeroweave.schedule.facts import Costs
+from zeroweave.schedule.instructions import is_event
 from zeroweave.schedule.passes.settle import settle
 
 TAX: Final = 0.5
