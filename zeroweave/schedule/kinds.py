@@ -135,9 +135,7 @@ def expected(past: Sequence[T]) -> T:
     `past` has at least one.
     """
     back = past[::-1]
-    if back.count(back[0]) == len(
-        back
-    ):  # as in most programs: found out at no cost
+    if back.count(back[0]) == len(back):  # as in most programs: found out at no cost
         return back[0]
     alike = [_common(back, back[index:]) for index in range(1, len(back))]
     longest = max(alike, default=0)
