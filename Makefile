@@ -43,6 +43,7 @@ matrix: $(VENV)/.ready-matrix ## all other tests, hours; ARGS="--minutes 40 --sh
 test-oldest: $(if $(filter $(OLDEST_VENV)/%,$(OLDEST_PYTHON)),$(OLDEST_VENV)/.ready-test) ## a subset on the oldest PyTorch
 	$(OLDEST_PYTHON) -m pytest -m oldest $(ARGS)
 
+# Two ranks share a machine's only GPU: with more than four workers (-n 4) steps of some tests pass their deadline there.
 gpu: ## the GPU tests, with the current python
 	$(GPU_PYTHON) -m pytest tests/gpu $(ARGS)
 
