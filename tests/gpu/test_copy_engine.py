@@ -39,7 +39,7 @@ def test_the_bits_are_those_of_kernels(ranks: Ranks, stage: int, mode: str, accu
         assert kernel.departures == copies.departures == 0
 
 
-def test_flats_leave_nothing_behind_when_they_get_places(ranks: Ranks) -> None:
+def test_flats_leave_nothing_behind_when_they_get_buffers(ranks: Ranks) -> None:
     for (kernel, _, flats), (copies, symmetric, _) in ranks(jobs.both_cached):
         assert symmetric >= flats > 200 << 20
         assert copies <= kernel + symmetric - flats // 2, (kernel, copies, symmetric, flats)
@@ -53,7 +53,7 @@ def test_departures_views_and_evaluation(ranks: Ranks, stage: int, prefetch: int
 
 
 LEAST = 20 << 20
-"""Bytes that a place has at least: none of these buckets is larger."""
+"""Bytes that a registered buffer has at least: none of these buckets is larger."""
 
 
 @pytest.mark.parametrize("least", [1, 1 << 20])

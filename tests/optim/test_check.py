@@ -11,7 +11,7 @@ from torch import nn
 from zeroweave.errors import ParameterError, UnsupportedOptimizer
 from zeroweave.optim.check import check_optimizer, check_optimizers
 from zeroweave.optim.lion import Lion
-from zeroweave.optim.several import WholeMatrices, element_wise, given
+from zeroweave.optim.multi_optimizer import WholeMatrices, element_wise, given
 
 
 @pytest.fixture

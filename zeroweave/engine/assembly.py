@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from zeroweave._triton import kernels
 from zeroweave.comm.copy_engine import Choice
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.places import Places, fixed_places
 from zeroweave.comm.process_group import take_device
+from zeroweave.comm.registered_buffers import RegisteredBuffers, fixed_buffers
 from zeroweave.comm.wrappers import Grouped, Paired, Wire, fenced
 from zeroweave.compile.regions import matching
 from zeroweave.config import Config
@@ -61,9 +61,9 @@ from zeroweave.optim.check import check_optimizers, in_no_group
 from zeroweave.optim.compact import refuse_compact
 from zeroweave.optim.groups import serve_modes
 from zeroweave.optim.matrices import Whole
+from zeroweave.optim.multi_optimizer import Schedulers, WholeMatrices, as_one, given, members_of
 from zeroweave.optim.rules import Kernels
 from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
-from zeroweave.optim.several import Schedulers, WholeMatrices, as_one, given, members_of
 from zeroweave.optim.state_dict import StateDicts, weak
 from zeroweave.optim.states import States, agree, take
 from zeroweave.optim.step import ShardedOptimizer
@@ -261,9 +261,9 @@ def _assemble(
     journal = Journal(control.rank)
     communicators = Communicators(group, control, device, ledger, groups, ends, replicas)
     transports = communicators.transports()
-    gathered_in, choice = Places(), Choice("nothing is trained, and so no schedule says where")
+    registered, choice = RegisteredBuffers(), Choice("nothing is trained, and so no schedule says where")
     if optimizer is not None:
-        gathered_in, choice = gather_by(settings.transport.gathers, transports, communicators, layouts, journal)
+        registered, choice = gather_by(settings.transport.gathers, transports, communicators, layouts, journal)
     meeting = fenced(Grouped(transports) if len(transports) > 1 else transports[WORLD], device, settings.debug)
     ways_differ = ledger.gathers_on_entry and device.type == "cpu" and control.world > 1
     paired = partial(Paired, control=control, ledger=ledger) if ways_differ else None
@@ -280,9 +280,9 @@ def _assemble(
         )
         ends.callback(call_graphs.close)
         if choice.least is None and control.world > 1:
-            gathered_in = fixed_places(device, ledger.gauge("places"))
+            registered = fixed_buffers(device, ledger.gauge("registered buffers"))
     runtime = Runtime(
-        layouts, transport, policy, ledger.entering, transport.issuing, trains, gathered_in, graphs=call_graphs
+        layouts, transport, policy, ledger.entering, transport.issuing, trains, registered, graphs=call_graphs
     )
     fill(runtime, named, asked.weights)
     runtime.transfers.finish()
@@ -295,12 +295,12 @@ def _assemble(
         home = torch.device("cpu") if moments_off else device
         states = take(optimizer.state, buckets, named, told, transport, device, lambda _: home)
 
-    place = runtime.directory.places
+    keys = runtime.directory.slots
     original = {name: p.dtype for name, p in named.items()}
-    slot_of = {id(p): place[name] for name, p in named.items()}
+    slot_of = {id(p): keys[name] for name, p in named.items()}
     del named
     stubs = StubStatus()
-    module_parameters = rest(model, stubs, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
+    module_parameters = rest(model, stubs, lambda name, old: runtime.buckets[keys[name][0]].real[keys[name][1]])
     sharded = None
     if optimizer is not None:
         whole = Whole(asked.whole, transport, control) if asked.whole else None

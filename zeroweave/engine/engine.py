@@ -312,7 +312,7 @@ class Engine:
         """What the model's own `state_dict()` would be on rank 0, in host memory, in the model's original dtypes.
 
         The modules make it: their hooks and extra state (`get_extra_state`) are asked, on rank 0. Experts that not all
-        ranks share are there several times: "name@i" is that of the rank at place i of its group.
+        ranks share are there several times: "name@i" is that of rank i of its group.
         Parameters come from the float32 masters. `{}` on the other ranks. Collective.
         """
         return self._values.state_dict()

@@ -18,8 +18,8 @@ from zeroweave.engine.window import Window
 from zeroweave.errors import AgreementError, EngineError, ParameterError, RankFailure
 from zeroweave.layout import Fragment
 from zeroweave.notices import warn
-from zeroweave.optim.room import Room
 from zeroweave.optim.scaler import Scaler
+from zeroweave.optim.state_memory import Room
 from zeroweave.optim.states import Gathered, States
 from zeroweave.runtime.bucket import Bucket
 
@@ -69,13 +69,13 @@ class ParameterAccess:
             bucket, slot = self._find(parameter, "set_full()", what)
             value = _tensor(value, "set_full()")
             self._guard.meet()
-            place, fragment = bucket.layout.slots[slot], bucket.layout.fragment(slot, bucket.rank)
-            mine, label = write_check.digest(value.to(bucket.shard.dtype)), f"set_full() of {place.name!r}"
-            names = [(place.name, bucket.layout.groups)]
+            spec, fragment = bucket.layout.slots[slot], bucket.layout.fragment(slot, bucket.rank)
+            mine, label = write_check.digest(value.to(bucket.shard.dtype)), f"set_full() of {spec.name!r}"
+            names = [(spec.name, bucket.layout.groups)]
             if refused := write_check.compared(names, [mine], [True], label, self._control)[0]:
                 raise EngineError(f"[ZW501] {refused}")
             here = slice(fragment.offset, fragment.offset + fragment.numel)
-            self._set(bucket, slot, what, value, place.shape, here)
+            self._set(bucket, slot, what, value, spec.shape, here)
 
     def fragment(self, parameter: nn.Parameter | str) -> Fragment:
         bucket, slot = self._find(parameter, "fragment()")
@@ -101,7 +101,7 @@ class ParameterAccess:
     def _find(self, parameter: nn.Parameter | str, method: str, what: str = "param") -> tuple[Bucket, int]:
         self._window.refuse_inside(method)
         name = self._name_of(parameter)
-        bucket_id, slot = self._runtime.directory.places[name]
+        bucket_id, slot = self._runtime.directory.slots[name]
         bucket = self._runtime.buckets[bucket_id]
         if what != "param" and not bucket.layout.trainable:
             raise EngineError(f"[ZW406] {method}: {name!r} is frozen and has no {what!r}")

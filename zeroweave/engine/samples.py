@@ -142,5 +142,5 @@ class Samples:
 def _measured(steps: list[Step], about: About) -> Measured:
     ordered = sorted(steps, key=lambda each: each.seconds)
     middle = len(ordered) // 2
-    others = tuple(ordered[place] for place in sorted({0, len(ordered) - 1} - {middle}))
+    others = tuple(ordered[index] for index in sorted({0, len(ordered) - 1} - {middle}))
     return Measured(ordered[middle], costs_of(steps), about.stats.compile_seconds, others, about.told())

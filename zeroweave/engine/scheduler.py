@@ -235,8 +235,8 @@ class Scheduler:
         self._agreements.schedule(better)
         if better.instructions != schedule.instructions:
             self._runtime.restart_peaks()
-            if len(self._kinds.schedules) == 1:  # windows of other kinds have places, too
-                self._runtime.places.spare()
+            if len(self._kinds.schedules) == 1:  # windows of other kinds have buffers, too
+                self._runtime.registered_buffers.spare()
             before, after = (1000 * simulate(each, agreed).seconds for each in (schedule, better))
             self._journal.tell(
                 "schedule", f"by what steps have cost: {after:.1f} ms a step predicted, {before:.1f} ms as before"
@@ -276,7 +276,7 @@ class Scheduler:
         )
         self._follow(WindowKind(smaller, None, costs, kind.measured, _WARM_STEPS + self._record_steps))
         self._kinds.restart(self._kind)  # the others were made with more room
-        self._runtime.places.spare()
+        self._runtime.registered_buffers.spare()
         self._runtime.restart_peaks()
         return True
 
@@ -370,7 +370,7 @@ class Scheduler:
             return None
         costs, measured = (None, None) if self._kind is None else (self._kind.costs, self.measured)
         schedule = self._asked_for(current.record, settings, costs, measured)
-        self._runtime.places.spare()
+        self._runtime.registered_buffers.spare()
         self.use(schedule, settings, measured)
         return schedule
 

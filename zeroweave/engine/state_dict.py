@@ -52,7 +52,7 @@ class FullValues:
 
     def __call__(self, name: str) -> torch.Tensor:
         if name not in self._made:
-            bucket = self._runtime.buckets[self._runtime.directory.places[name][0]]
+            bucket = self._runtime.buckets[self._runtime.directory.slots[name][0]]
             self._make(bucket, bucket.values())
             if freed := _freed(bucket):
                 bucket.renew()  # a backward of an earlier forward finds that its values are gone

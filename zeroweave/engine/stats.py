@@ -22,7 +22,7 @@ class Memory:
     are gathered. At most at once, since the last change of the schedule by measured times or by `engine.reschedule`:
     `gradients`, the reduced ones; `local_sums`, what backwards without a reduction have added up; `flats_peak`, all
     flats that were unsharded; `gradient_flats_peak`, the gradient flats of reductions in flight. `symmetric`: the
-    places at fixed addresses; flats are stored there, and they stay. `graphs`: what CUDA graphs hold for their replays,
+    registered buffers; flats are stored there, and they stay. `graphs`: what CUDA graphs hold for their replays,
     besides the tensors that are stored there. With offload, what is gathered of a master in host memory
     counts as a shard; `host_…` is what of the same figures is in host memory.
     """
@@ -64,7 +64,7 @@ class Memory:
             local_sums=runtime.gradients.local_peak,
             flats_peak=runtime.flats.peak,
             gradient_flats_peak=runtime.gradients.flats.peak,
-            symmetric=runtime.places.nbytes,
+            symmetric=runtime.registered_buffers.nbytes,
             graphs=graphs,
             host_shards=sum(home.source.nbytes for home in sources if home.source_on_host),
             host_masters=sum(host.tensor.nbytes for home in masters for host in home.hosts),
@@ -171,7 +171,7 @@ class Stats:
 
 
 def _gathers(parts: EngineContext) -> str:
-    refused = parts.runtime.places.refused
+    refused = parts.runtime.registered_buffers.refused
     if refused is None or parts.gathers.least is None:
         return str(parts.gathers)
     return f"{parts.gathers}; by kernel from {refused / (1 << 20):g} MiB on, as there was no memory left"

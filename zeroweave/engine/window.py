@@ -21,7 +21,7 @@ from zeroweave.engine.scheduler import Scheduler
 from zeroweave.errors import EngineError, UnsupportedWindow
 from zeroweave.notices import warn
 from zeroweave.optim.scaler import Scaler
-from zeroweave.runtime.backward import Observer
+from zeroweave.runtime.backward_order import Observer
 
 Block = Literal["no_sync", "coalesce_grad_reduction"]
 

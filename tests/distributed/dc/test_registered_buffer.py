@@ -18,8 +18,8 @@ from tests.support.marks import daily
 from tests.support.placed import Slabs
 from zeroweave import dc
 from zeroweave.comm.copy_engine import CopyEngineGathers, no_room
-from zeroweave.comm.places import Places
 from zeroweave.comm.process_group import ProcessGroupTransport
+from zeroweave.comm.registered_buffers import RegisteredBuffers
 from zeroweave.dc.registered_buffer import BufferedGathers
 from zeroweave.notices import warn
 
@@ -38,7 +38,9 @@ class Doubles(Slabs):
         def tell(nbytes: int) -> None:
             warn(no_room(nbytes, "a test wants it", "symmetric_memory"), control.rank)
 
-        made = BufferedGathers(inner, Places(self.make, ledger.gauge("symmetric memory"), tell), control, device)
+        made = BufferedGathers(
+            inner, RegisteredBuffers(self.make, ledger.gauge("symmetric memory"), tell), control, device
+        )
         ends.callback(made.close)
         return made
 

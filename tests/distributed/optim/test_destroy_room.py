@@ -18,7 +18,7 @@ import zeroweave as zw
 from tests.distributed.optim.test_optimizer_state import all_of, build, differing, settings, train
 from tests.support.harness import Outcome, Pools
 from zeroweave.engine.state_dict import FullValues
-from zeroweave.optim.room import Room
+from zeroweave.optim.state_memory import Room
 from zeroweave.optim.states import describe
 
 PLENTY = 2**40

@@ -38,9 +38,9 @@ from zeroweave.engine.write_check import digest
 from zeroweave.errors import EngineError
 from zeroweave.layout import Fragment
 from zeroweave.notices import warn
-from zeroweave.optim.codes import BLOCK, Coded, decode
+from zeroweave.optim.multi_optimizer import kind_of
 from zeroweave.optim.options import set_options
-from zeroweave.optim.several import kind_of
+from zeroweave.optim.quantize8 import BLOCK, Coded, decode
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.ranks.faults import Faults
 from zeroweave.runtime.bucket import Bucket
@@ -149,8 +149,8 @@ class Saved:
     def _at_rest(self, bucket: Bucket) -> list[_Portion]:
         """What holds the values of `_pieces`, in the same order."""
         portions: list[_Portion] = []
-        for index, _, place in _fragments(bucket):
-            if place.numel:
+        for index, _, fragment in _fragments(bucket):
+            if fragment.numel:
                 held = [bucket.fragment(tensor, index) for tensor in bucket.home.at_rest]
                 portions += _portions(held, [_AT_ONCE] * len(held), whole)
                 outline, cut, coded = self._held(bucket, index)
@@ -176,22 +176,22 @@ class Saved:
 
         `decoded`: what has few bits has its values.
         """
-        for index, name, place in _fragments(bucket):
+        for index, name, fragment in _fragments(bucket):
             shape, mine = bucket.layout.slots[index].shape, bucket.fragment(shard, index)
-            yield Part(f"param/{name}", shape, mine.dtype, place.offset, place.numel), mine
+            yield Part(f"param/{name}", shape, mine.dtype, fragment.offset, fragment.numel), mine
             held, cut, coded = self._held(bucket, index)
             if coded and decoded and self._parts.optimizer is not None:
                 held = self._parts.optimizer.state_of(bucket.id, index)
             for key, value in held.items():
                 if key in cut:
                     part = f"state/{name}/{quoted(key)}"
-                    yield Part(part, shape, value.dtype, place.offset, place.numel), value
+                    yield Part(part, shape, value.dtype, fragment.offset, fragment.numel), value
 
     def _scalars(self, bucket: Bucket) -> Iterator[tuple[str, Any]]:
         """What the optimizer keeps of whole parameters, encoded: told by the first rank that has something of one."""
         layout = bucket.layout
         for index, slot in enumerate(() if bucket.copy else layout.slots):
-            sizes = [layout.fragment(index, place).numel for place in range(bucket.rank + 1)]
+            sizes = [layout.fragment(index, rank).numel for rank in range(bucket.rank + 1)]
             if not sizes[-1] or any(sizes[:-1]):
                 continue
             held, cut, _ = self._held(bucket, index)
@@ -273,9 +273,9 @@ def _fragments(bucket: Bucket) -> Iterator[tuple[int, str, Fragment]]:
     """The slots of which this rank saves something, with their NAME; one without elements is the first rank's."""
     layout = bucket.layout
     for index, slot in enumerate(() if bucket.copy else layout.slots):
-        place = layout.fragment(index, bucket.rank)
-        if place.numel or not (slot.numel or bucket.rank):
-            yield index, layout.keys(slot.name)[bucket.number], place
+        fragment = layout.fragment(index, bucket.rank)
+        if fragment.numel or not (slot.numel or bucket.rank):
+            yield index, layout.keys(slot.name)[bucket.number], fragment
 
 
 def _portions(held: Sequence[torch.Tensor], sizes: Sequence[int], values: _Values) -> Iterator[_Portion]:
@@ -355,9 +355,9 @@ class Loaded:
         layout, shard = bucket.layout, bucket.values().to("cpu", copy=True)
         for index, slot in enumerate(layout.slots):
             name = f"param/{layout.keys(slot.name)[bucket.number]}"
-            place = layout.fragment(index, bucket.rank)
-            if place.numel and name in reader.manifest.tensors:
-                bucket.fragment(shard, index).copy_(reader.read(name, place.offset, place.numel))
+            fragment = layout.fragment(index, bucket.rank)
+            if fragment.numel and name in reader.manifest.tensors:
+                bucket.fragment(shard, index).copy_(reader.read(name, fragment.offset, fragment.numel))
         bucket.put(shard.to(bucket.device))
         bucket.renew()
 
@@ -369,12 +369,12 @@ class Loaded:
         states: dict[int, dict[str, Any]] = {}
         shards: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         for index, slot in enumerate(layout.slots):
-            place, name = layout.fragment(index, bucket.rank), layout.keys(slot.name)[bucket.number]
-            if not place.numel or f"param/{name}" not in reader.manifest.tensors:
+            fragment, name = layout.fragment(index, bucket.rank), layout.keys(slot.name)[bucket.number]
+            if not fragment.numel or f"param/{name}" not in reader.manifest.tensors:
                 continue
             state = states[index] = {}
             for key in compatibility.cut.get(name, ()):
-                read = reader.read(f"state/{name}/{quoted(key)}", place.offset, place.numel)
+                read = reader.read(f"state/{name}/{quoted(key)}", fragment.offset, fragment.numel)
                 if (key, read.dtype) not in shards:
                     shards[key, read.dtype] = torch.zeros(layout.shard_numel, dtype=read.dtype, device=home)
                 state[key] = bucket.fragment(shards[key, read.dtype], index).copy_(read)

@@ -1,4 +1,4 @@
-"""Gathers in places: the same bits as elsewhere, whoever lies where another one is to be gathered."""
+"""Gathers in registered buffers: the same bits as elsewhere, whichever flat is there before."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def trained(stage: int, mode: str, stray: bool) -> list[str]:
                 engine.reschedule(prefetch=2)
         values = engine.state_dict()
         memory = engine.stats.memory
-        assert (memory.symmetric > 0) == bool(engine.schedule.places)
+        assert (memory.symmetric > 0) == bool(engine.schedule.registered_buffers)
         found += [str(float(value.double().sum())) for value in values.values()]
     return found
 
 
 def both_ways(stage: int, mode: str, stray: bool) -> tuple[bool, int, int, int]:
-    """Are the bits the same? And places made, gathers in them, and evictions."""
+    """Are the bits the same? And buffers made, gathers in them, and evictions."""
     plain = trained(stage, mode, stray)
     found, slabs = placed(trained, stage, mode, stray)
     return found == plain, slabs.made, slabs.gathers, slabs.evicted
@@ -70,7 +70,7 @@ def test_the_bits_are_those_of_other_gathers(pools: Pools, stage: int, mode: str
 
 
 def short_of_memory(most: int) -> tuple[bool, int, list[str], str]:
-    """Are the bits the same where there are so few places? Gathers there, what is told, and what `stats` says."""
+    """Are the bits the same where there are so few buffers? Gathers there, what is told, and what `stats` says."""
 
     def job() -> tuple[list[str], str]:
         found = []
@@ -131,7 +131,7 @@ def test_windows_of_any_kind_in_any_order(pools: Pools, stage: int, mode: str, s
 
 
 def several_placed(seeds: range, mode: str) -> tuple[dict[str, list[str]], int]:
-    """As `several`, in places; and the gathers there."""
+    """As `several`, in registered buffers; and the gathers there."""
     found, slabs = placed(several, seeds, mode)
     return found, slabs.gathers
 
@@ -155,6 +155,6 @@ def placed_experts(stage: int, mode: str) -> tuple[Result, int]:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "mode"), [(3, "eager"), (3, "aot_eager"), (2, "eager")])
-def test_groups_of_ranks_share_places(pools: Pools, stage: int, mode: str) -> None:
+def test_groups_of_ranks_share_buffers(pools: Pools, stage: int, mode: str) -> None:
     for found, gathers in pools(4).run(placed_experts, stage, mode):
         assert max(found.gradients)[0] <= 1 and found.parameters[0] <= 1 and gathers, found
