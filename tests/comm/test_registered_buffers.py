@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.comm.recording import layout
-from tests.support.placed import Slab
+from tests.support.registered import Slab
 from zeroweave.comm.ledger import Gauge, Ledger
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.comm.registered_buffers import RegisteredBuffer, RegisteredBuffers

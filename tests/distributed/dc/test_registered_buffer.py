@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.support.dc_world import draw
 from tests.support.harness import Pools
 from tests.support.marks import daily
-from tests.support.placed import Slabs
+from tests.support.registered import Slabs
 from zeroweave import dc
 from zeroweave.comm.copy_engine import CopyEngineGathers, no_room
 from zeroweave.comm.process_group import ProcessGroupTransport

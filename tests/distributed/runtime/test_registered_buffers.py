@@ -14,7 +14,7 @@ from tests.distributed.runtime.test_views import kept_views
 from tests.distributed.schedule.test_kinds import MIXED, alternating, at_random, training, window
 from tests.support.harness import Pools
 from tests.support.marks import daily, slow
-from tests.support.placed import placed
+from tests.support.registered import in_registered_buffers
 from tests.support.zoo import rows
 
 
@@ -46,7 +46,7 @@ def trained(stage: int, mode: str, stray: bool) -> list[str]:
 def both_ways(stage: int, mode: str, stray: bool) -> tuple[bool, int, int, int]:
     """Are the bits the same? And buffers made, gathers in them, and evictions."""
     plain = trained(stage, mode, stray)
-    found, slabs = placed(trained, stage, mode, stray)
+    found, slabs = in_registered_buffers(trained, stage, mode, stray)
     return found == plain, slabs.made, slabs.gathers, slabs.evicted
 
 
@@ -82,7 +82,7 @@ def short_of_memory(most: int) -> tuple[bool, int, list[str], str]:
     plain, _ = job()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        (found, gathers), slabs = placed(job, most=most)
+        (found, gathers), slabs = in_registered_buffers(job, most=most)
     told = [str(each.message) for each in caught if "transport.gathers" in str(each.message)]
     return found == plain, slabs.gathers, told, gathers
 
@@ -96,7 +96,7 @@ def test_memory_that_runs_out_is_told_once_and_costs_no_bit(pools: Pools, most: 
 
 
 def placed_views(stage: int, keepers: tuple[int, ...]) -> tuple[list[bool], int]:
-    right, slabs = placed(kept_views, stage, keepers)
+    right, slabs = in_registered_buffers(kept_views, stage, keepers)
     return right, slabs.gathers
 
 
@@ -107,7 +107,7 @@ def test_views_stay_right_where_another_rank_has_none(pools: Pools, stage: int) 
 
 
 def placed_kinds(stage: int, mode: str) -> tuple[list[int], int]:
-    (departed, _, _), slabs = placed(alternating, MIXED, 8, mode, stage)
+    (departed, _, _), slabs = in_registered_buffers(alternating, MIXED, 8, mode, stage)
     return departed, slabs.made
 
 
@@ -119,7 +119,7 @@ def test_windows_of_several_kinds_share_what_was_made(pools: Pools) -> None:
 
 
 def at_random_placed(seed: int, mode: str, stage: int) -> int:
-    _, slabs = placed(at_random, seed, mode, stage)
+    _, slabs = in_registered_buffers(at_random, seed, mode, stage)
     return slabs.gathers
 
 
@@ -132,7 +132,7 @@ def test_windows_of_any_kind_in_any_order(pools: Pools, stage: int, mode: str, s
 
 def several_placed(seeds: range, mode: str) -> tuple[dict[str, list[str]], int]:
     """As `several`, in registered buffers; and the gathers there."""
-    found, slabs = placed(several, seeds, mode)
+    found, slabs = in_registered_buffers(several, seeds, mode)
     return found, slabs.gathers
 
 
@@ -149,7 +149,7 @@ def test_ranks_that_use_different_parts(pools: Pools, mode: str, seeds: range) -
 
 def placed_experts(stage: int, mode: str) -> tuple[Result, int]:
     """Experts that two of four ranks share, and what all four do."""
-    found, slabs = placed(train, stage, mode, 2)
+    found, slabs = in_registered_buffers(train, stage, mode, 2)
     return found, slabs.gathers
 
 

@@ -1,4 +1,4 @@
-"""Engines on the CPU that gather in registered buffers, as on GPUs with copy engines: the same decisions, other memory."""
+"""Engines on the CPU that gather in registered buffers: the same decisions as on GPUs, other memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Slabs:
         self.made += 1
         return Slab(nbytes, self.made)
 
-    def placed(self, flat: torch.Tensor) -> bool:
+    def registered(self, flat: torch.Tensor) -> bool:
         is_placed = flat.untyped_storage().nbytes() % 2 == 1
         self.gathers += is_placed
         return is_placed
@@ -61,7 +61,7 @@ class Slabs:
                 engine = ProcessGroupTransport(
                     transport.group, communicators.device, communicators.ledger, way, in_place=True
                 )
-                transports[name] = CopyEngineGathers(transport, engine, self.placed)
+                transports[name] = CopyEngineGathers(transport, engine, self.registered)
         buffers = RegisteredBuffers(
             self.make,
             communicators.ledger.gauge("symmetric memory"),
@@ -71,7 +71,7 @@ class Slabs:
         return buffers, Choice("a test wants it", least=1)
 
 
-def placed(job: Callable[..., Any], *arguments: Any, most: int | None = None) -> tuple[Any, Slabs]:
+def in_registered_buffers(job: Callable[..., Any], *arguments: Any, most: int | None = None) -> tuple[Any, Slabs]:
     """What a job returns whose engines gather in buffers, `most` of them at most."""
     slabs, vacate = Slabs(most), RegisteredBuffer.vacate
 
