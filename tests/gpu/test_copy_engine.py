@@ -60,7 +60,7 @@ LEAST = 20 << 20
 def test_every_schedule_gives_the_same_gradients(ranks: Ranks, least: int) -> None:
     for found in ranks(jobs.schedules, CHANGES, least):
         assert all(same and followed for same, followed, *_ in found), found
-        assert all(placed and (rest > 0) == (least > 1) for *_, placed, rest, _, _ in found), found
+        assert all(there and (rest > 0) == (least > 1) for *_, there, rest, _, _ in found), found
         assert len({count for *_, count, _ in found}) > 1
         assert all(symmetric == count * LEAST for *_, count, symmetric in found), "there are those that are needed"
 

@@ -33,7 +33,7 @@ class Doubles(Slabs):
         self, transport: Any, control: Any, device: Any, ledger: Any, ends: ExitStack, failed: Any
     ) -> BufferedGathers:
         engine = ProcessGroupTransport(transport.group, device, ledger, "world by copy engine", in_place=True)
-        inner = CopyEngineGathers(transport, engine, self.placed)
+        inner = CopyEngineGathers(transport, engine, self.registered)
 
         def tell(nbytes: int) -> None:
             warn(no_room(nbytes, "a test wants it", "symmetric_memory"), control.rank)
