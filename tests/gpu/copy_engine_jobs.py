@@ -83,7 +83,7 @@ def trained(way: str, stage: int, mode: str, steps: int, accumulated: int = 1) -
     settings = {**config(stage, mode, torch.bfloat16), "gradient_accumulation_steps": accumulated}
     settings["compile"]["cuda_graphs"] = False  # for which kernels gather into buffers, too
     with deterministic(), start(SMALL, by(way, settings), torch.bfloat16) as engine:
-        engine._parts.transport.wrap(Late)
+        engine._context.transport.wrap(Late)
         losses = [step(engine, tokens(SMALL, device, index)) for index in range(steps * accumulated)]
         stats = engine.stats
         return Trained(losses, state(engine), stats.memory.symmetric, stats.gathers, stats.departures)
@@ -234,7 +234,7 @@ def automatic() -> tuple[str, int | None, float, list[float]]:
     begin = time.perf_counter()
     with start(WIDE, config(3, "eager", torch.bfloat16), torch.bfloat16) as engine:
         seconds = time.perf_counter() - begin
-        choice = engine._parts.gathers
+        choice = engine._context.gathers
         losses = [step(engine, tokens(WIDE, device, index)) for index in range(3)]
         return str(choice), choice.least, seconds, losses
 

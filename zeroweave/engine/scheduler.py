@@ -79,16 +79,16 @@ class Recording:
 class Scheduler:
     """The schedules of one engine. `base`: what they are made from, before the settings are put in."""
 
-    def __init__(self, parts: EngineContext, base: Facts, headroom: Headroom) -> None:
+    def __init__(self, context: EngineContext, base: Facts, headroom: Headroom) -> None:
         self._headroom = headroom
-        self._parts, self._runtime, self._transport = parts, parts.runtime, parts.transport
-        self._agreements, self._guard, self._base = parts.agreements, parts.guard, base
-        self._journal = parts.journal
-        self._settle_on(settings_of(parts.config))
-        self.passes: list[Pass] = [*PASSES, *passes_of(parts.config)]
+        self._context, self._runtime, self._transport = context, context.runtime, context.transport
+        self._agreements, self._guard, self._base = context.agreements, context.guard, base
+        self._journal = context.journal
+        self._settle_on(settings_of(context.config))
+        self.passes: list[Pass] = [*PASSES, *passes_of(context.config)]
         self._accepted = tuple(self.passes)
         """those by which the last schedule was made"""
-        self._record_steps = parts.config.compile.record_steps
+        self._record_steps = context.config.compile.record_steps
         self._kinds = WindowKinds()
         self._kind: WindowKind | None = None
         """of what the next window follows"""
@@ -336,7 +336,7 @@ class Scheduler:
         `measured`: the schedule whose costs it was made from. One that is made without costs, by settings that would
         decide by them, is followed until they have been measured.
         """
-        if not self._parts.between_windows:
+        if not self._context.between_windows:
             raise EngineError(
                 "[ZW402] the schedule can change between two optimizer steps only: after step() or zero_grad()"
             )
