@@ -57,19 +57,19 @@ from zeroweave.experts import find_experts, groups_of
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.notices import Journal, warn
 from zeroweave.optim.adaptive import Adaptive
-from zeroweave.optim.check import check_optimizers, in_no_group
 from zeroweave.optim.compact import refuse_compact
 from zeroweave.optim.groups import serve_modes
 from zeroweave.optim.matrices import Whole
 from zeroweave.optim.multi_optimizer import Schedulers, WholeMatrices, as_one, given, members_of
+from zeroweave.optim.optimizer_check import check_optimizers, in_no_group
 from zeroweave.optim.rules import Kernels
 from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
 from zeroweave.optim.state_dict import StateDicts, weak
 from zeroweave.optim.states import States, agree, take
 from zeroweave.optim.step import ShardedOptimizer
-from zeroweave.parameters.check import check
 from zeroweave.parameters.foreign import foreign_parameters, move, own_parameters
 from zeroweave.parameters.module_parameters import rest
+from zeroweave.parameters.structure_check import check_structure
 from zeroweave.parameters.stub import StubStatus
 from zeroweave.parameters.weights import Buffers, Weights, WeightsLike, weights_of
 from zeroweave.ranks.alarm import Alarm
@@ -177,7 +177,7 @@ def _checked(
         check_thread()
     passes_of(settings)
     refuse_missing(settings)
-    check(model)
+    check_structure(model)
     experts = find_experts(model, settings.experts)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(own_parameters(model).values()))

@@ -20,12 +20,12 @@ from torch import nn
 from zeroweave._torch.modules import has_step_hooks, is_step_replaced
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError
-from zeroweave.optim.check import ELEMENT_WISE
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.fused_update import OnePass
 from zeroweave.optim.groups import Groups, RestingState
 from zeroweave.optim.matrices import Matrices, Whole
 from zeroweave.optim.multi_optimizer import WHOLE_MATRIX, members_of
+from zeroweave.optim.optimizer_check import ELEMENT_WISE
 from zeroweave.optim.rules import COMPACT_RULES, RULES, Kernels, Masters
 from zeroweave.optim.scaler import Scaled
 from zeroweave.optim.state_memory import Room
