@@ -73,7 +73,7 @@ def worst(ranks: Sequence[Row]) -> Row:
         values = [getattr(row, name) for row in ranks]
         return None if None in values else max(values)
 
-    figures = ("backwards_ms", "step_ms", "peak", "pool", "places", "resident", "flushed")
+    figures = ("backwards_ms", "step_ms", "peak", "pool", "registered", "resident", "flushed")
     return replace(first, **{name: most(name) for name in figures})
 
 
@@ -147,7 +147,7 @@ def table(rows: Sequence[Row]) -> str:
             cells += [f"– ({row.missing})"] + [""] * (len(COLUMNS) - 5)
         else:
             beside = "" if row.pool is None else f" + {figure(row.pool)} of graphs"
-            beside += f" + {figure(row.places)} of places" if row.places else ""
+            beside += f" + {figure(row.registered)} of registered buffers" if row.registered else ""
             cells += [figure(row.peak) + beside, figure(row.resident), figure(row.flushed)]
             cells += [figure(row.backwards_ms, 2), ratio(row), figure(row.step_ms, 2)]
             cells += [", ".join(f"{calls} {kind}" for kind, calls in sorted((row.collectives or {}).items()))]
@@ -181,7 +181,7 @@ def verdicts(rows: Sequence[Row], known_size: bool) -> list[tuple[bool, str]]:
             resident, peak = KNOWN_RESIDENT, KNOWN_PEAK[row.stage]
         else:
             continue
-        limits = [("peak window", row.peak + row.places + (row.pool or 0.0), peak)]
+        limits = [("peak window", row.peak + row.registered + (row.pool or 0.0), peak)]
         if row.pool is None:  # graphs have all of that at any time: it has the peak's limit
             limits.insert(0, ("window resident", row.resident, resident))
         for what, mine, theirs in limits:

@@ -7,7 +7,7 @@ with `precision.optimizer: compact`; from the same weights, on the same batches 
 each stretch of steps, averaged over seeds, what compact differs by from full states on the same seed, and the bytes
 of masters and states. `--out` writes all losses as JSON.
 
-What the codes of `zeroweave/optim/codes.py` and others make of moments, compared with float32 moments of the same
+What the codes of `zeroweave/optim/quantize8.py` and others make of moments, compared with float32 moments of the same
 gradients, in 500 steps of the demo model in bfloat16 (the error of updates is that of their norm):
 
                                          roots of second moments      error of updates

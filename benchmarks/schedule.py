@@ -146,7 +146,7 @@ def predict(blocks: int, delay: float, compute: float, steps: int) -> list[dict[
     """Predicted and measured seconds of a step, and of waiting in it, for each prefetch."""
     rows = []
     with training(stack(blocks, compute), enabled=False, prefetch=0, keep="none") as (engine, step):
-        engine._parts.transport.wrap(lambda inner: Delayed(inner, delay))
+        engine._context.transport.wrap(lambda inner: Delayed(inner, delay))
         for _ in range(2):
             step()
         with engine.record() as recorded:

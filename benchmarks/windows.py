@@ -61,8 +61,8 @@ class Row:
     """One rank's figures of one kind of window. `missing`: why there are none.
 
     Milliseconds are medians. MiB are of this rank's GPU above what was allocated before the window, None without one.
-    `pool`, `places`: MiB beside that which graphs have, and copy engines to gather in for them, at any time. In windows
-    that are no graphs a place counts while a flat lies there.
+    `pool`, `registered`: MiB in addition that graphs have, and registered buffers, at any time. In windows that are no
+    graphs a buffer counts while a flat is in it.
     `collectives` (kind -> calls) and `wire` (MiB that this rank sends) are those of a window and its step.
     """
 
@@ -81,7 +81,7 @@ class Row:
     details: dict[str, Any] | None = None
     missing: str | None = None
     pool: float | None = None
-    places: float = 0.0
+    registered: float = 0.0
 
 
 class Block(nn.Module):
@@ -227,7 +227,7 @@ class Measured:
             row.details |= {"graphs": stats.graphs, "eager_regions": stats.eager_regions}
             row.details |= {"graphed": stats.graphed_calls, "ungraphed": stats.ungraphed_calls}
             if self._spec.graphs:
-                row.pool, row.places = stats.memory.graphs / MIB, stats.memory.symmetric / MIB
+                row.pool, row.registered = stats.memory.graphs / MIB, stats.memory.symmetric / MIB
         return row
 
     def _synchronize(self) -> None:

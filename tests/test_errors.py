@@ -48,7 +48,7 @@ UNCODED = {
     # what no program can bring about
     ("checkpoint/folder.py", "AssertionError"),
     ("comm/pending.py", "RuntimeError"),
-    ("comm/places.py", "RuntimeError"),
+    ("comm/registered_buffers.py", "RuntimeError"),
     ("comm/process_group.py", "RuntimeError"),
     ("demo/text.py", "ValueError"),
     ("layout.py", "IndexError"),
@@ -56,7 +56,7 @@ UNCODED = {
     ("ranks/control.py", "ValueError"),
     ("runtime/replay.py", "AssertionError"),
     ("_torch/modes.py", "NotImplementedError"),
-    ("optim/several.py", "KeyError"),
+    ("optim/multi_optimizer.py", "KeyError"),
 }
 """What is raised without a code, by file."""
 OTHERWISE = {"SystemExit", "typer.Exit", "typer.BadParameter", "type(error)", "type(theirs)", "kind"}

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from zeroweave.layout import ALIGN_BYTES, BucketLayout, Fragment, ParameterSpec, Slot, build_layout, place_whole
+from zeroweave.layout import ALIGN_BYTES, BucketLayout, Fragment, ParameterSpec, Slot, build_layout, owners_of_whole
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 LARGE = 1 << 30
@@ -199,8 +199,8 @@ def test_a_group_of_its_own_is_sharded_over_its_ranks() -> None:
     dense, expert = build_layout(specs, 4, LARGE, groups={"experts": 2})
     assert (dense.world, dense.groups, dense.numel) == (4, 1, 128)
     assert (expert.world, expert.groups, expert.numel, expert.shard_numel) == (2, 2, 128, 64)
-    assert [(expert.number(rank), expert.place(rank)) for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    assert [(dense.number(rank), dense.place(rank)) for rank in range(4)] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert [(expert.number(rank), expert.group_rank(rank)) for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [(dense.number(rank), dense.group_rank(rank)) for rank in range(4)] == [(0, 0), (0, 1), (0, 2), (0, 3)]
     assert dense.keys("l.0.router") == ("l.0.router",)
     assert expert.keys("l.0.expert") == ("l.0.expert@0", "l.0.expert@1")
     (alone,) = build_layout(specs[1:], 4, LARGE, groups={"experts": 4})
@@ -219,7 +219,7 @@ def test_a_block_above_the_cap_becomes_several_buckets() -> None:
 
 
 def test_more_ranks_move_parameters_only_where_a_cap_closes_buckets() -> None:
-    """Noise and blocks of codes go by places in the flat: see `optim.codes`."""
+    """Noise and blocks of codes go by places in the flat: see `optim.quantize8`."""
     specs = [spec(name, 64, dtype="bfloat16") for name in "abc"]
     layouts = {(world, cap): build_layout(specs, world, cap) for world in (1, 4) for cap in (256, LARGE)}
     places = {key: [(b.id, slot.name, slot.offset) for b in made for slot in b.slots] for key, made in layouts.items()}
@@ -254,13 +254,13 @@ def test_a_place_outside_the_world_has_no_fragment() -> None:
 
 def test_wholes_go_to_ranks_by_their_bytes_and_to_who_has_most_of_them() -> None:
     layouts = build_layout([spec(n, size, block=n) for n, size in zip("abcd", (64, 32, 64, 30), strict=True)], 2, LARGE)
-    owners = place_whole(layouts, [(0, 0), (1, 0), (2, 0), (3, 0)], 2)
+    owners = owners_of_whole(layouts, [(0, 0), (1, 0), (2, 0), (3, 0)], 2)
     assert owners == {(0, 0): 0, (2, 0): 1, (1, 0): 0, (3, 0): 1}
     (bucket,) = build_layout([spec("a", 128), spec("large", 192), spec("small", 64)], 2, LARGE)
     assert [bucket.fragment(1, rank).numel for rank in range(2)] == [64, 128]
-    assert place_whole([bucket], [(0, 1)], 2) == {(0, 1): 1}
-    assert place_whole([bucket], [(0, 2), (0, 1)], 2) == {(0, 1): 1, (0, 2): 0}
-    assert place_whole([bucket], [], 2) == {}
+    assert owners_of_whole([bucket], [(0, 1)], 2) == {(0, 1): 1}
+    assert owners_of_whole([bucket], [(0, 2), (0, 1)], 2) == {(0, 1): 1, (0, 2): 0}
+    assert owners_of_whole([bucket], [], 2) == {}
 
 
 def test_the_layout_needs_no_torch() -> None:
@@ -310,7 +310,7 @@ def test_properties(seed: int) -> None:
     for bucket in layout:
         assert bucket.groups == groups.get(bucket.group, 1) and bucket.world * bucket.groups == world
         check_bucket(bucket, [by_name[slot.name] for slot in bucket.slots], bucket.world, max_bytes)
-        members = sorted((bucket.number(rank), bucket.place(rank)) for rank in range(world))
+        members = sorted((bucket.number(rank), bucket.group_rank(rank)) for rank in range(world))
         assert members == list(itertools.product(range(bucket.groups), range(bucket.world)))
         places = [position[slot.name] for slot in bucket.slots]
         if by_block < 2:  # the parameters of one block come before those of the next one

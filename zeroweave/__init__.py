@@ -22,7 +22,7 @@ from zeroweave.experts import expert_group
 from zeroweave.integrations.deepspeed import load_deepspeed
 from zeroweave.integrations.pretrained import load_pretrained
 from zeroweave.optim.lion import Lion
-from zeroweave.optim.several import WholeMatrices, element_wise
+from zeroweave.optim.multi_optimizer import WholeMatrices, element_wise
 from zeroweave.schedule import Schedule
 
 __all__ = [

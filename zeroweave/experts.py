@@ -24,7 +24,7 @@ GROUP: Final = "experts"
 def expert_group(parallel_size: int) -> dist.ProcessGroup | None:
     """The `parallel_size` consecutive ranks that this one exchanges tokens with; None where that is itself alone.
 
-    For the model's own collectives, so it is there before the engine: experts of the rank at place i of the group are
+    For the model's own collectives, so it is there before the engine: experts of rank i of the group are
     the layer's i-th share. Collective over all ranks. The group is the caller's; `destroy_process_group` ends it.
     EngineError without a process group, ConfigError where `parallel_size` does not divide its ranks.
     """

@@ -6,14 +6,14 @@ reduced together. Its *flat* is a 1-D buffer of `numel` elements:
     | slot 0 | gap | slot 1 | slot 2 | gap | ... | slot k | padding |
     |<----- shard of rank 0 ----->|<----- shard of rank 1 ----->| ...
 
-Each *slot* is one parameter's place and starts at a multiple of 128 bytes. The flat is padded so that the
+Each *slot* is one parameter's range of the flat and starts at a multiple of 128 bytes. The flat is padded so that the
 shards of all ranks are equal and start at multiples of 128 bytes too. A slot may span several shards; the
 part of it inside one rank's shard is a *fragment*. What belongs to no slot (gaps and padding) is always
 zero, so that norms and overflow checks may read whole shards.
 
 A *sharding group* is a name for the ranks that share a bucket. Those of "world" are all ranks. Of any other name there
 are `groups` groups, in which the same bucket holds different parameters, as expert parallelism has it: rank r of the
-engine is in group number `r % groups`, at place `r // groups` of it.
+engine is rank `r // groups` of group number `r % groups`.
 
 Where parameters are *replicated*, all ranks share a bucket, but only `world / replicas` consecutive ranks gather it
 together: rank r has shard r of
@@ -21,11 +21,11 @@ together: rank r has shard r of
     | replica 0: rank 0 | replica 1: rank 2 | replica 0: rank 1 | replica 1: rank 3 |      (4 ranks, 2 replicas)
     |<--- near shard of ranks 0 and 2 ----->|<--- near shard of ranks 1 and 3 ----->|
 
-in that order, so that the ranks at one place of all replicas together have one part of the flat, their *near shard*.
+in that order, so that the ranks with one number in all replicas together have one part of the flat, their *near shard*.
 They gather it from their shards (`across`), and the ranks of a replica gather the flat from near shards (`inside`).
 
 Where shards are *copied*, `world` consecutive ranks share a bucket, and each of the `copies` groups of them has all of
-it. The ranks at one place of all groups have the same shard, and reduce its gradient among themselves (`across`).
+it. The ranks with one number in all groups have the same shard, and reduce its gradient among themselves (`across`).
 
 All counts and offsets are in elements unless a name says bytes.
 """
@@ -52,10 +52,13 @@ INSIDE = "inside"
 """The sharding groups of consecutive ranks that gather a replicated bucket together."""
 
 ACROSS = "across"
-"""The sharding groups of the ranks at one place of all replicas."""
+"""The sharding groups of the ranks with one number in all replicas."""
 
 NAME_SEPARATOR = ":"
 """Between a bucket's base name (a module path) and the suffixes that distinguish its siblings."""
+
+SlotKey = tuple[int, int]
+"""Bucket id, slot index."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in its flat. Offsets of one bucket's slots are pairwise distinct, always."""
+    """A parameter's range of its flat. Offsets of one bucket's slots are pairwise distinct, always."""
 
     name: str
     offset: int
@@ -165,8 +168,8 @@ class BucketLayout:
         """Which of the copies of its shard `rank` of the engine has."""
         return rank // self.world if self.copies > 1 else 0
 
-    def place(self, rank: int) -> int:
-        """The place of `rank` of the engine in its group: the rank has that place's shard."""
+    def group_rank(self, rank: int) -> int:
+        """The number of `rank` of the engine in its group: the rank has the shard of that number."""
         if self.consecutive:
             return rank % self.world
         if self.replicas > 1:
@@ -208,13 +211,13 @@ class BucketLayout:
         return (name,) if self.groups == 1 else tuple(f"{name}{GROUP_MARK}{number}" for number in range(self.groups))
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """The shard of place `rank` as a range `[start, stop)` of the flat; IndexError outside the world."""
+        """The shard of rank `rank` of the group: `[start, stop)` of the flat. IndexError outside the group."""
         if not 0 <= rank < self.world:
             raise IndexError(f"rank {rank} is outside the world of {self.world}")
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def fragment(self, slot_index: int, rank: int) -> Fragment:
-        """The part of slot `slot_index` inside the shard of place `rank`."""
+        """The part of slot `slot_index` inside the shard of rank `rank` of the group."""
         slot = self.slots[slot_index]
         start, stop = self.shard_range(rank)
         first, last = max(slot.offset, start), min(slot.offset + slot.numel, stop)
@@ -285,23 +288,21 @@ def build_layout(
     )
 
 
-def place_whole(
-    layouts: Iterable[BucketLayout], slots: Iterable[tuple[int, int]], world: int
-) -> dict[tuple[int, int], int]:
-    """Which of `world` ranks computes with each of these slots as a whole: (bucket id, slot index) -> rank.
+def owners_of_whole(layouts: Iterable[BucketLayout], slots: Iterable[SlotKey], world: int) -> dict[SlotKey, int]:
+    """Which of `world` ranks computes with each of these slots as a whole.
 
     The largest first, each goes to a rank that has the fewest bytes so far; of several to that with most of the slot in
     its shard, then to the first. Over all buckets together: a rank that has nothing of one has more of another. The
     result depends on the arguments alone. The slots are those of buckets that all ranks share.
     """
     known, loads = {layout.id: layout for layout in layouts}, [0] * world
-    sizes = {place: known[place[0]].slots[place[1]].numel * known[place[0]].itemsize for place in slots}
+    sizes = {key: known[key[0]].slots[key[1]].numel * known[key[0]].itemsize for key in slots}
     owners = {}
-    for place in sorted(sizes, key=lambda place: (-sizes[place], place)):
-        bucket, slot = place
-        held = [known[bucket].fragment(slot, known[bucket].place(rank)).numel for rank in range(world)]
-        owner = owners[place] = min(range(world), key=lambda rank: (loads[rank], -held[rank], rank))
-        loads[owner] += sizes[place]
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+        bucket, slot = key
+        held = [known[bucket].fragment(slot, known[bucket].group_rank(rank)).numel for rank in range(world)]
+        owner = owners[key] = min(range(world), key=lambda rank: (loads[rank], -held[rank], rank))
+        loads[owner] += sizes[key]
     return owners
 
 
@@ -358,7 +359,7 @@ def _alike(specs: Iterable[ParameterSpec], key: Callable[[ParameterSpec], object
 def _split_by_size(alike: Sequence[ParameterSpec], world: int, max_bytes: int) -> list[list[ParameterSpec]]:
     """Fill greedily in order: a bucket is closed when the next parameter would lift its flat over the cap.
 
-    The padding counts, and more ranks need more of it: they may close it earlier. Then parameters have other places in
+    The padding counts, and more ranks need more of it: they may close it earlier. Then parameters have other offsets in
     their flats. Buckets that no cap closes have the same members at the same offsets on any number of ranks.
     """
     parts: list[list[ParameterSpec]] = []

@@ -41,7 +41,7 @@ class Trainer:
     """`step(batches)` is one whole training step of as many micro-steps; `details()` comes last.
 
     What it returns is the detached mean loss, to be read before the next step. `held()` is the memory that
-    replays of CUDA graphs write and no tensor has, in bytes: the graphs' own, and places to gather in. `note` says what
+    replays of CUDA graphs write and no tensor has, in bytes: the graphs' own, and registered buffers. `note` says what
     is not as the implementation's name has it.
     """
 

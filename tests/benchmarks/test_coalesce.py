@@ -125,13 +125,13 @@ def test_memory_has_limits_where_the_peer_is_not_beside(stage: int, peak: float,
         f"stage {stage}, {n} coalesced backwards: window resident 258.0 MiB, DeepSpeed's 256.0",
         f"stage {stage}, {n} coalesced backwards: peak window {peak + 2.0} MiB, DeepSpeed's {peak}",
     ]
-    assert verdicts(peak=2.0, resident=2.0, pool=peak - 100.0, places=100.0) == beyond[1:]
+    assert verdicts(peak=2.0, resident=2.0, pool=peak - 100.0, registered=100.0) == beyond[1:]
 
 
 def test_what_graphs_and_their_gathers_have_counts_with_the_peak() -> None:
-    graphs = replace(OURS, peak=0.0, resident=0.0, pool=500.0, places=160.0)
-    assert "| 0.0 + 500.0 of graphs + 160.0 of places |" in coalesce.table([graphs])
-    assert coalesce.worst([graphs, replace(graphs, places=170.0)]).places == 170.0
+    graphs = replace(OURS, peak=0.0, resident=0.0, pool=500.0, registered=160.0)
+    assert "| 0.0 + 500.0 of graphs + 160.0 of registered buffers |" in coalesce.table([graphs])
+    assert coalesce.worst([graphs, replace(graphs, registered=170.0)]).registered == 170.0
 
 
 def test_unknown_modes_are_refused() -> None:

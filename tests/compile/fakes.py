@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroweave.compile.bind import Part, Place
+from zeroweave.compile.bind import Part
 from zeroweave.compile.regions import find_regions, region_key
 from zeroweave.compile.templates import Templates
+from zeroweave.layout import SlotKey
 
 
 class Flat:
@@ -63,8 +64,8 @@ class FakeHost:
         self.regions = find_regions(model, options.pop("patterns", "auto"), max_bytes=1 << 30)
         dynamic = options.pop("dynamic", None)
         self.flats: list[Flat] = []
-        self.gradients: dict[Place, Tensor] = {}
-        self.expected: Counter[Place] = Counter()
+        self.gradients: dict[SlotKey, Tensor] = {}
+        self.expected: Counter[SlotKey] = Counter()
         self.entered: list[tuple[str, str, tuple[int, ...]]] = []
         self.log: list[str] = []
         self.ran = self.watched = 0
@@ -144,7 +145,7 @@ class FakeHost:
 
     # The protocol.
 
-    def find(self, tensor: Tensor) -> Place | None:
+    def find(self, tensor: Tensor) -> SlotKey | None:
         flat = self.key.get(tensor.untyped_storage()._cdata)
         if flat is None:
             return None
@@ -165,13 +166,13 @@ class FakeHost:
         for b in token:
             self.flats[b].drop()
 
-    def announce(self, parts: list[Place]) -> None:
+    def announce(self, parts: list[SlotKey]) -> None:
         self.expected.update(parts)
 
-    def saved(self, tensors: list[tuple[Tensor, Place]], read: bool) -> None:
+    def saved(self, tensors: list[tuple[Tensor, SlotKey]], read: bool) -> None:
         self.pending = [tensor for tensor, _ in tensors]
 
-    def destinations(self, parts: list[Place]) -> list[Tensor | None]:
+    def destinations(self, parts: list[SlotKey]) -> list[Tensor | None]:
         found: list[Tensor | None] = []
         for b, slot in parts:
             real = self.flats[b].real[slot]
@@ -179,10 +180,10 @@ class FakeHost:
         self.lent += [tensor for tensor in found if tensor is not None]
         return found
 
-    def sums(self, parts: list[Place]) -> list[Tensor | None] | None:
+    def sums(self, parts: list[SlotKey]) -> list[Tensor | None] | None:
         return None
 
-    def deliver(self, announced: list[Place], parts: list[Part], made: Set[Place] = frozenset()) -> Set[Place]:
+    def deliver(self, announced: list[SlotKey], parts: list[Part], made: Set[SlotKey] = frozenset()) -> Set[SlotKey]:
         self.expected.subtract(announced)
         for b, slot, gradient in parts:
             assert gradient is not None and gradient.is_contiguous()

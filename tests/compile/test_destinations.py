@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.compile.fakes import FakeHost
 from tests.support.marks import daily
-from zeroweave.compile.bind import Part, Place
+from zeroweave.compile.bind import Part
+from zeroweave.layout import SlotKey
 
 
 class Block(nn.Module):
@@ -50,12 +51,12 @@ class Lending(FakeHost):
     lends = True
 
     def __init__(self, model: nn.Module, lower: str, **options: Any) -> None:
-        self.places: dict[Place, Tensor] = {}
-        self.in_place: list[Place] = []
-        self.made: set[Place] = set()
+        self.places: dict[SlotKey, Tensor] = {}
+        self.in_place: list[SlotKey] = []
+        self.made: set[SlotKey] = set()
         super().__init__(model, lower, **options)
 
-    def destinations(self, parts: list[Place]) -> list[Tensor | None]:
+    def destinations(self, parts: list[SlotKey]) -> list[Tensor | None]:
         if not self.lends:
             return [None] * len(parts)
         for b, slot in parts:
@@ -63,7 +64,7 @@ class Lending(FakeHost):
             self.places[b, slot] = torch.full(real.shape, torch.nan, dtype=real.dtype, device=real.device)
         return [self.places[place] for place in parts]
 
-    def deliver(self, announced: list[Place], parts: list[Part], made: Set[Place] = frozenset()) -> Set[Place]:
+    def deliver(self, announced: list[SlotKey], parts: list[Part], made: Set[SlotKey] = frozenset()) -> Set[SlotKey]:
         self.in_place += [(b, slot) for b, slot, gradient in parts if gradient is self.places.get((b, slot))]
         self.made |= made
         return super().deliver(announced, parts)
@@ -106,11 +107,11 @@ class Adding(Lending):
     """Has a sum for every gradient but that of `up` in the second layer, and notes what was added to it."""
 
     def __init__(self, model: nn.Module, lower: str, dtype: torch.dtype | None = None, **options: Any) -> None:
-        self.before: dict[Place, Tensor] = {}
+        self.before: dict[SlotKey, Tensor] = {}
         self.dtype = dtype
         super().__init__(model, lower, **options)
 
-    def sums(self, parts: list[Place]) -> list[Tensor | None] | None:
+    def sums(self, parts: list[SlotKey]) -> list[Tensor | None] | None:
         for b, slot in parts:
             real = self.flats[b].real[slot]
             if (b, slot) != self.place_of_name["layers.1.up.weight"]:
@@ -118,7 +119,7 @@ class Adding(Lending):
                 self.before[b, slot] = self.places[b, slot].clone()
         return [self.places.get(place) for place in parts]
 
-    def deliver(self, announced: list[Place], parts: list[Part], made: Set[Place] = frozenset()) -> Set[Place]:
+    def deliver(self, announced: list[SlotKey], parts: list[Part], made: Set[SlotKey] = frozenset()) -> Set[SlotKey]:
         sums = {(b, slot): each for b, slot, each in parts if each is not None and each is self.places.get((b, slot))}
         self.in_place += sums
         self.gradients |= {place: each.clone() for place, each in sums.items()}

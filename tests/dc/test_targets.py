@@ -59,7 +59,7 @@ def test_a_flat_holds_every_share_where_its_rank_finds_it(world: int) -> None:
     lay_out(flat, parts, layout)
     total = 0.0
     for rank, chunk in enumerate(flat.split(list(layout.chunks))):
-        for slot, offset in layout.places(rank).items():
+        for slot, offset in layout.starts(rank).items():
             share = shares[slot][rank]
             assert torch.equal(chunk[offset : offset + share.numel], parts[slot][share.start :][: share.numel])
             total += float(chunk[offset : offset + share.numel].sum())

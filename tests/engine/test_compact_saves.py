@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zeroweave as zw
 from zeroweave.engine.checkpoints import content
 from zeroweave.optim import state_offload
-from zeroweave.optim.codes import Coded, decode
+from zeroweave.optim.quantize8 import Coded, decode
 
 CONFIG = {
     "stage": 3,

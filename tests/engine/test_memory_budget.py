@@ -27,5 +27,5 @@ def test_what_just_fits_changes_nothing_and_a_byte_more_does() -> None:
         assert found[:2] == [before] * 2 and found[2:] == [found[2]] * 3
         assert set(kept(bare)) <= set(found[2]) and len(found[2]) < len(before)
         assert engine.stats.departures == 0
-        told = [each.reason for each in engine._parts.journal.take()]
+        told = [each.reason for each in engine._context.journal.take()]
         assert sum("memory is short" in each for each in told) == 1

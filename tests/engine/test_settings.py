@@ -49,14 +49,14 @@ def test_what_it_allows_is_taken_and_none_is_no_change() -> None:
 
 
 @pytest.mark.parametrize(
-    ("least", "fixed", "placed", "copied"),
+    ("least", "fixed", "registered", "copied"),
     [(None, False, [], []), (1024, False, [1], [1]), (None, True, [0, 1], []), (1024, True, [0, 1], [0, 1])],
 )
-def test_which_buckets_have_places_and_which_of_them_copy_engines_gather(
-    least: int | None, fixed: bool, placed: list[int], copied: list[int]
+def test_which_buckets_have_registered_buffers_and_which_of_them_copy_engines_gather(
+    least: int | None, fixed: bool, registered: list[int], copied: list[int]
 ) -> None:
     specs = [ParameterSpec(f"{n}.w", (size,), "float32", 4, True, str(n)) for n, size in enumerate((8, 1024))]
     layouts, config = build_layout(specs, 2, 1 << 20), Config(stage=3)
     policy = policy_of(config, layouts, {spec.name for spec in specs})
     facts = facts_of(config, layouts, policy, None, least, fixed)
-    assert (sorted(facts.placed), sorted(facts.copied)) == (placed, copied)
+    assert (sorted(facts.registered), sorted(facts.copied)) == (registered, copied)

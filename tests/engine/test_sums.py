@@ -124,7 +124,7 @@ class Reading(nn.Module):
 
     def look(self) -> None:
         """How many gradients are in no sum, as a backward comes from one block to the next."""
-        accounts = self.engine._parts.runtime.gradients.accounts
+        accounts = self.engine._context.runtime.gradients.accounts
         self.waiting.append(sum(len(account.parts) for account in accounts.values()))
 
 

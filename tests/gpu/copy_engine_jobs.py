@@ -26,8 +26,8 @@ from tests.gpu.schedule_jobs import Net, equal, rows
 from tests.support.parity import digest
 from zeroweave.comm.copy_engine import Choice, CopyEngines, refused
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.places import Places
 from zeroweave.comm.process_group import make_transport
+from zeroweave.comm.registered_buffers import RegisteredBuffers
 from zeroweave.comm.wrappers import Around
 from zeroweave.layout import BucketLayout, Slot
 from zeroweave.ranks.control import Control
@@ -81,9 +81,9 @@ def trained(way: str, stage: int, mode: str, steps: int, accumulated: int = 1) -
     """Steps of ranks that are late now and then."""
     device = join()
     settings = {**config(stage, mode, torch.bfloat16), "gradient_accumulation_steps": accumulated}
-    settings["compile"]["cuda_graphs"] = False  # for which kernels gather into places, too
+    settings["compile"]["cuda_graphs"] = False  # for which kernels gather into buffers, too
     with deterministic(), start(SMALL, by(way, settings), torch.bfloat16) as engine:
-        engine._parts.transport.wrap(Late)
+        engine._context.transport.wrap(Late)
         losses = [step(engine, tokens(SMALL, device, index)) for index in range(steps * accumulated)]
         stats = engine.stats
         return Trained(losses, state(engine), stats.memory.symmetric, stats.gathers, stats.departures)
@@ -94,7 +94,7 @@ def both(stage: int, mode: str, steps: int = 30, accumulated: int = 1) -> list[T
 
 
 def cached(way: str) -> tuple[int, int, int]:
-    """Bytes that PyTorch's allocator had more behind a step, once there is a schedule; of places, and of all flats."""
+    """Bytes that PyTorch's allocator had more behind a step, once there is a schedule; of buffers, and of all flats."""
     device = join()
     torch.cuda.empty_cache()
     before, found = torch.cuda.memory_reserved(), []
@@ -193,8 +193,8 @@ def stepped(engine: Any, index: int) -> dict[str, Tensor]:
 
 
 def schedules(changes: list[dict[str, Any]], least: int) -> list[tuple[bool, bool, int, int, int, int]]:
-    """For each change: are gradients those of kernels, was the schedule followed; buckets with a place and
-    without; places, and their bytes. Copy engines gather buckets of `least` bytes and more.
+    """For each change: are gradients those of kernels, was the schedule followed; buckets with a buffer and
+    without; buffers, and their bytes. Copy engines gather buckets of `least` bytes and more.
     """
     device, found, index = join(), [], 0
     decided = patch("zeroweave.engine.transports.choose", lambda *arguments: Choice("a test wants it", least))
@@ -207,9 +207,9 @@ def schedules(changes: list[dict[str, Any]], least: int) -> list[tuple[bool, boo
                 same.append(equal(stepped(ordinary, index), stepped(engine, index)))
                 index += 1
             followed = engine.executed == engine.schedule.instructions
-            places = len(engine.schedule.places)
-            memory = len(engine.schedule.place_sizes), engine.stats.memory.symmetric
-            found.append((all(same), followed, places, len(engine.buckets) - places, *memory))
+            buffers = len(engine.schedule.registered_buffers)
+            memory = len(engine.schedule.registered_sizes), engine.stats.memory.symmetric
+            found.append((all(same), followed, buffers, len(engine.buckets) - buffers, *memory))
     return found
 
 
@@ -234,7 +234,7 @@ def automatic() -> tuple[str, int | None, float, list[float]]:
     begin = time.perf_counter()
     with start(WIDE, config(3, "eager", torch.bfloat16), torch.bfloat16) as engine:
         seconds = time.perf_counter() - begin
-        choice = engine._parts.gathers
+        choice = engine._context.gathers
         losses = [step(engine, tokens(WIDE, device, index)) for index in range(3)]
         return str(choice), choice.least, seconds, losses
 
@@ -264,15 +264,15 @@ def both_between(stage: int, accumulated: int) -> tuple[bool, int]:
 
 
 @contextmanager
-def copying(device: torch.device, ledger: Ledger) -> Iterator[tuple[Any, Any, Places]]:
-    """Transports by kernel and by copy engine, and the places of the latter."""
+def copying(device: torch.device, ledger: Ledger) -> Iterator[tuple[Any, Any, RegisteredBuffers]]:
+    """Transports by kernel and by copy engine, and the buffers of the latter."""
     control = Control.over(None)
     assert not refused("copy_engine", control, device, 1 << 30)
     engines = CopyEngines(control, device)
     own = engines.join(timedelta(seconds=60))
-    plain, places = make_transport(dist.group.WORLD, device, ledger), Places(engines.make)
-    yield plain, engines.around(plain, own, ledger), places
-    places.close()
+    plain, buffers = make_transport(dist.group.WORLD, device, ledger), RegisteredBuffers(engines.make)
+    yield plain, engines.around(plain, own, ledger), buffers
+    buffers.close()
     engines.close()
     control.close()
 
@@ -287,8 +287,8 @@ def captured(megabytes: int = 8) -> tuple[bool, bool, bool]:
     """Are the results right outside of a capture, replayed, and after a view was kept between replays?"""
     device = join()
     ledger = Ledger(dist.get_world_size(), dist.get_rank())
-    with copying(device, ledger) as (plain, transport, places):
-        (place,) = places.fit({0: megabytes << 20}).values()
+    with copying(device, ledger) as (plain, transport, buffers):
+        (buffer,) = buffers.fit({0: megabytes << 20}).values()
         shapes = [layout(0, megabytes << 19), layout(1, megabytes << 18)]
         shards = [torch.empty(each.shard_numel, dtype=torch.bfloat16, device=device) for each in shapes]
         gauge = ledger.gauge("flats")
@@ -296,7 +296,7 @@ def captured(megabytes: int = 8) -> tuple[bool, bool, bool]:
         expected = [ShardedFlat(*pair, plain, gauge) for pair in zip(shapes, shards, strict=True)]
         results = [torch.empty(each.numel, dtype=torch.bfloat16, device=device) for each in shapes]
         for flat in flats:
-            flat.assign(place)
+            flat.assign(buffer)
 
         def renew(seed: int) -> None:
             torch.manual_seed(seed + dist.get_rank())
@@ -304,7 +304,7 @@ def captured(megabytes: int = 8) -> tuple[bool, bool, bool]:
                 shard.normal_()
 
         def work() -> None:
-            for flat, result in zip(flats, results, strict=True):  # they take turns in one place
+            for flat, result in zip(flats, results, strict=True):  # they take turns in one buffer
                 flat.unshard()
                 flat.wait()
                 torch.mul(flat.flat, 2, out=result)
@@ -341,7 +341,7 @@ def captured(megabytes: int = 8) -> tuple[bool, bool, bool]:
             flats[0].wait()
             view, before = flats[0].flat[:64], flats[0].flat[:64].clone()
             flats[0].reshard()
-            place.vacate()
+            buffer.vacate()
             graph.replay()
             kept.append(right() and torch.equal(view, before))
             del view

@@ -286,7 +286,7 @@ def peak(stage: int) -> Peak:
             step(engine, tokens(WIDE, device))
         rest = allocated()
         torch.cuda.reset_peak_memory_stats()
-        engine._parts.runtime.restart_peaks()  # what they are measured beside
+        engine._context.runtime.restart_peaks()  # what they are measured beside
         for _ in range(3):
             step(engine, tokens(WIDE, device))
         torch.cuda.synchronize()

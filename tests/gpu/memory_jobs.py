@@ -107,7 +107,7 @@ def filled(compile_: dict[str, Any], cap: int | None = None, rows: list[int] | N
                 gradients.append(step(engine, index, given[-1]))
                 kept_.append(kept(engine))
                 prints.append(engine.schedule.fingerprint)
-                told += [each.reason for each in engine._parts.journal.take() if "memory is short" in each.reason]
+                told += [each.reason for each in engine._context.journal.take() if "memory is short" in each.reason]
                 if index == USUAL - 1:
                     peak = torch.cuda.max_memory_allocated()
                     costs = engine.schedule.costs

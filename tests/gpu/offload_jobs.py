@@ -76,7 +76,7 @@ def compact_homes(offload: str) -> tuple[list[bool], list[bool], list[bool]]:
             step(engine, tokens(SMALL, device, index))
         ids = [bucket.id for bucket in engine.buckets]
         homes = [engine._runtime.buckets[bucket].home for bucket in ids]
-        held = [tensor for each in engine._parts.optimizer.offload.compact.values() for tensor in each.tensors]
+        held = [tensor for each in engine._context.optimizer.offload.compact.values() for tensor in each.tensors]
         assert len(held) == 4 * len(ids) and all(home.is_split for home in homes)
         return pinned(held), pinned([home.at_rest[1] for home in homes]), pinned([home.source for home in homes])
 

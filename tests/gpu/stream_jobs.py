@@ -76,7 +76,7 @@ def trained(settings: dict[str, Any], steps: int, seed: int | None) -> tuple[lis
         config = {**settings, "deadline_seconds": 120.0}
         with zw.initialize(model, adamw(model.parameters()), config) as engine:
             if seed is not None:
-                engine._parts.transport.wrap(lambda inner: Delayed(inner, 2 * seed + engine.rank))
+                engine._context.transport.wrap(lambda inner: Delayed(inner, 2 * seed + engine.rank))
             losses = []
             for index in range(steps):
                 batch = rows(engine.rank, index % 16, device).bfloat16()

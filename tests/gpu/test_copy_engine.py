@@ -39,7 +39,7 @@ def test_the_bits_are_those_of_kernels(ranks: Ranks, stage: int, mode: str, accu
         assert kernel.departures == copies.departures == 0
 
 
-def test_flats_leave_nothing_behind_when_they_get_places(ranks: Ranks) -> None:
+def test_flats_leave_nothing_behind_when_they_get_buffers(ranks: Ranks) -> None:
     for (kernel, _, flats), (copies, symmetric, _) in ranks(jobs.both_cached):
         assert symmetric >= flats > 200 << 20
         assert copies <= kernel + symmetric - flats // 2, (kernel, copies, symmetric, flats)
@@ -53,14 +53,14 @@ def test_departures_views_and_evaluation(ranks: Ranks, stage: int, prefetch: int
 
 
 LEAST = 20 << 20
-"""Bytes that a place has at least: none of these buckets is larger."""
+"""Bytes that a registered buffer has at least: none of these buckets is larger."""
 
 
 @pytest.mark.parametrize("least", [1, 1 << 20])
 def test_every_schedule_gives_the_same_gradients(ranks: Ranks, least: int) -> None:
     for found in ranks(jobs.schedules, CHANGES, least):
         assert all(same and followed for same, followed, *_ in found), found
-        assert all(placed and (rest > 0) == (least > 1) for *_, placed, rest, _, _ in found), found
+        assert all(there and (rest > 0) == (least > 1) for *_, there, rest, _, _ in found), found
         assert len({count for *_, count, _ in found}) > 1
         assert all(symmetric == count * LEAST for *_, count, symmetric in found), "there are those that are needed"
 

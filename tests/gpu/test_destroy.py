@@ -14,7 +14,7 @@ import torch
 import zeroweave as zw
 from benchmarks.models import build
 from tests.gpu.jobs import WIDE, adamw, config, deterministic, join, step, tokens
-from zeroweave.optim.room import Room
+from zeroweave.optim.state_memory import Room
 
 MIB = 2**20
 Ranks = Callable[..., list[Any]]

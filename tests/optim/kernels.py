@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zeroweave.comm.rounding import join_, noise_, split_
-from zeroweave.optim.codes import BLOCK, Coded, decode, encode_
+from zeroweave.optim.quantize8 import BLOCK, Coded, decode, encode_
 
 
 class Kernels:

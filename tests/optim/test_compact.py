@@ -16,8 +16,8 @@ from tests.optim.world import Net, Rank, World, build_net, random_gradients
 from tests.support.marks import daily
 from zeroweave.comm.rounding import join_, noise_, split_
 from zeroweave.errors import ParameterError
-from zeroweave.optim.codes import BLOCK, Coded, decode, encode_
 from zeroweave.optim.compact import CODES, CompactMoments, refuse_compact
+from zeroweave.optim.quantize8 import BLOCK, Coded, decode, encode_
 from zeroweave.optim.state_offload import StateOffload
 from zeroweave.optim.states import tensors_in
 from zeroweave.runtime.transfers import Transfers

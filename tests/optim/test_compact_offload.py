@@ -12,8 +12,8 @@ from tests.optim.kernels import Kernels
 from tests.optim.test_compact import KINDS, RESETS, WITHOUT, no_memory, states, stepped
 from tests.optim.test_state_offload import Noting, step
 from tests.optim.world import Rank, World, build_net, random_gradients
-from zeroweave.optim.codes import BLOCK
 from zeroweave.optim.compact import CODES, CompactMoments
+from zeroweave.optim.quantize8 import BLOCK
 
 BF16 = torch.bfloat16
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from zeroweave.layout import BucketLayout, ParameterSpec, build_layout, place_whole
+from zeroweave.layout import BucketLayout, ParameterSpec, build_layout, owners_of_whole
 from zeroweave.optim.matrices import Cargo, Kind, Piece, message, route
 
 GRADIENT, MASTER = Kind("gradient", None, torch.float32), Kind("master", None, torch.float32)
@@ -42,7 +42,7 @@ def test_what_one_rank_sends_the_other_expects(seed: int) -> None:
     layout = layout_of([(dice.randint(1, 9), dice.randint(1, 40)) for _ in range(dice.randint(1, 6))], world)
     slots = sorted(dice.sample(range(len(layout.slots)), dice.randint(1, len(layout.slots))))
     cargo = [Cargo(slot, (GRADIENT, MASTER, STATE)[: dice.randint(1, 3)]) for slot in slots]
-    owners = place_whole([layout], [(layout.id, slot) for slot in slots], world)
+    owners = owners_of_whole([layout], [(layout.id, slot) for slot in slots], world)
     routes = [route(layout, cargo, owners, rank, world) for rank in range(world)]
     for rank, mine in enumerate(routes):
         for other, theirs in enumerate(routes):

@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounter
 
 from tests.parameters.resting import NAME, Resting, make_resting, real_of
 from zeroweave.errors import ParameterError
-from zeroweave.parameters.check import check
 from zeroweave.parameters.module_parameters import rest
+from zeroweave.parameters.structure_check import check_structure
 from zeroweave.parameters.stub import AtRest, Showing, StubStatus
 
 pytestmark = pytest.mark.oldest
@@ -190,7 +190,7 @@ def test_restore_gives_ordinary_parameters_back() -> None:
     model.load_state_dict(before.state_dict(), assign=True)
     copy.deepcopy(model)
     pickle.dumps(model)
-    check(before)
+    check_structure(before)
 
 
 def test_a_model_can_rest_again_after_it_was_restored() -> None:
@@ -258,7 +258,7 @@ def test_a_forward_and_backward_before_does_not_poison_the_real_ones() -> None:
     loss = model(torch.randn(2, 4)).sum()
     loss.backward()
     model.zero_grad()
-    check(model)
+    check_structure(model)
     resting = make_resting(model)
     resting.parameters.show()
     model(torch.randn(2, 4)).sum().backward()
@@ -268,7 +268,7 @@ def test_a_forward_and_backward_before_does_not_poison_the_real_ones() -> None:
 def test_stubs_take_over_what_the_real_ones_have() -> None:
     """Dtype, stride and device are those that the engine computes with."""
     model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
-    check(model)
+    check_structure(model)
     rest(model, StubStatus(), lambda name, p: nn.Parameter(p.detach().to(torch.bfloat16).contiguous()))
     assert model.weight.dtype == torch.bfloat16 and model.weight.stride() == (36, 9, 3, 1)
 

@@ -51,18 +51,20 @@ def test_there_is_none_where_nobody_counts_or_a_bucket_more_has_no_room() -> Non
 
 def in_places(schedule: Schedule, buckets: int = BLOCKS) -> Schedule:
     """With so many buckets gathered by copy engines."""
-    return replace(schedule, facts=replace(schedule.facts, placed=frozenset(sorted(schedule.facts.by_id)[:buckets])))
+    return replace(
+        schedule, facts=replace(schedule.facts, registered=frozenset(sorted(schedule.facts.by_id)[:buckets]))
+    )
 
 
-@daily("placed", [0, BLOCKS - 1], [BLOCKS])
-def test_all_is_kept_where_it_has_room(placed: int) -> None:
+@daily("registered", [0, BLOCKS - 1], [BLOCKS])
+def test_all_is_kept_where_it_has_room(registered: int) -> None:
     kept = set()
     for room in range(12_000, 16_000, 200):
         costs, of = measured(room)
-        schedule = follow(costs, in_places(of, placed))
+        schedule = follow(costs, in_places(of, registered))
         rest = costs.filled - 2 * SIZE  # two blocks are gathered at once where nothing is kept
-        elsewhere = rest + (BLOCKS - placed) * SIZE
-        wanted = placed * SIZE + max(elsewhere, costs.filled)
+        elsewhere = rest + (BLOCKS - registered) * SIZE
+        wanted = registered * SIZE + max(elsewhere, costs.filled)
         if wanted <= room - margin(costs) - reserve(costs) - REST - 2 * SIZE:
             assert len(schedule.gathers) == BLOCKS, f"there is room for all in {room}"
         kept.add(len(schedule.gathers))
@@ -73,10 +75,10 @@ def odd(rng: random.Random) -> tuple[Costs, Schedule]:
     """Costs of blocks of several sizes, and of activations and reductions that need most at any moment."""
     plain = blocks_of(BLOCKS, rng.choice([1, 1, 2]), prefetch=1)
     sizes = [SIZE * rng.choice([1, 1, 1, 2, 3]) for _ in range(BLOCKS)]
-    placed = frozenset(bucket for bucket in range(BLOCKS) if rng.random() < 0.9)
+    registered = frozenset(bucket for bucket in range(BLOCKS) if rng.random() < 0.9)
     buckets = tuple(replace(bucket, nbytes=nbytes) for bucket, nbytes in zip(plain.facts.buckets, sizes, strict=True))
     depth = rng.choice([1, 2, 4])
-    facts = replace(plain.facts, buckets=buckets, placed=placed, depth=depth)
+    facts = replace(plain.facts, buckets=buckets, registered=registered, depth=depth)
     costs = facts.costs
     assert costs is not None
     slow, held = rng.choice([0.0, 0.5, 2.0]), rng.choice([0, 1])
@@ -106,9 +108,9 @@ def test_the_device_has_room_for_whatever_it_fills() -> None:
         filled += 1
         smaller += memory != budget(costs, of)
         rest = most_beside_places(schedule, costs)
-        stands = schedule.stays - schedule.places.keys()
+        stands = schedule.stays - schedule.registered_buffers.keys()
         rest -= sum(schedule.facts.sizes[bucket] for bucket in stands)
-        takes = sum(schedule.place_sizes.values()) + sum(schedule.facts.sizes[b] for b in stands)
+        takes = sum(schedule.registered_sizes.values()) + sum(schedule.facts.sizes[b] for b in stands)
         takes += max(rest, costs.filled)
         assert takes + REST + reserve(costs) + margin(costs) <= costs.room
     assert filled > 30 and smaller > 3, (filled, smaller)
@@ -116,14 +118,14 @@ def test_the_device_has_room_for_whatever_it_fills() -> None:
 
 def most_beside_places(schedule: Schedule, costs: Costs) -> int:
     """Bytes at most of reductions in flight, activations, and flats that lie in no place."""
-    stands = schedule.stays & schedule.places.keys()
-    placed, most = sum(schedule.facts.sizes[bucket] for bucket in stands), 0
+    stands = schedule.stays & schedule.registered_buffers.keys()
+    registered, most = sum(schedule.facts.sizes[bucket] for bucket in stands), 0
     memory = simulate(schedule, costs).memory
     for index, instruction in enumerate(schedule.instructions):
-        if isinstance(instruction, Unshard | Reshard) and instruction.bucket in schedule.places:
+        if isinstance(instruction, Unshard | Reshard) and instruction.bucket in schedule.registered_buffers:
             nbytes = schedule.facts.sizes[instruction.bucket]
-            placed += nbytes * (index in schedule.gathers) - nbytes * (index in schedule.drops)
-        most = max(most, memory[index] - placed)
+            registered += nbytes * (index in schedule.gathers) - nbytes * (index in schedule.drops)
+        most = max(most, memory[index] - registered)
     return most
 
 

@@ -71,7 +71,7 @@ def edit(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (edit(lambda file: file.update(version=2)), "version is 2; this zeroweave reads version 4 only"),
+        (edit(lambda file: file.update(version=2)), "version is 2; this zeroweave reads version 5 only"),
         (edit(lambda file: file.pop("version")), "version: Field required"),
         (edit(lambda file: file.pop("facts")), "facts: Field required"),
         (edit(lambda file: file["facts"].pop("depth")), "facts.depth: Field required"),

@@ -27,7 +27,7 @@ from zeroweave.schedule import (
 )
 from zeroweave.schedule.cost import flats_of
 from zeroweave.schedule.instructions import project
-from zeroweave.schedule.passes.room import price
+from zeroweave.schedule.passes.memory_by_event import price
 
 BLOCKS, SIZE = 6, 100
 FROZEN = frozenset({1, 2, 4})
@@ -152,7 +152,7 @@ def test_what_stays_has_one_hold_at_the_end() -> None:
         verify(replace(schedule, instructions=twice))
 
 
-def test_what_stays_needs_no_place() -> None:
-    schedule = compile_schedule(record_of(), facts_of(2, placed=frozenset(range(BLOCKS))))
-    assert schedule.places.keys() == set(range(BLOCKS)) - FROZEN
+def test_what_stays_needs_no_buffer() -> None:
+    schedule = compile_schedule(record_of(), facts_of(2, registered=frozenset(range(BLOCKS))))
+    assert schedule.registered_buffers.keys() == set(range(BLOCKS)) - FROZEN
     verify(schedule)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zeroweave._torch.storages import StorageReference, borrowed_storage
-from zeroweave.runtime.call_graphs import View, _distinct, _part
+from zeroweave.runtime.graph_recording import View, distinct, part_of
 
 ALIGNMENT = 64
 
@@ -75,7 +75,7 @@ class ReplayedCode:
 
 
 class GraphDouble:
-    """See `zeroweave.runtime.call_graphs.Capture`. `fails(run)`: its capture fails. `roomy`: what `has_room` says."""
+    """A `zeroweave.runtime.graph_recording.Capture`. `fails(run)`: its capture fails. `roomy`: what `has_room` says."""
 
     def __init__(self, nbytes: int = 1 << 22, fails: Callable[[Any], bool] = lambda run: False) -> None:
         self.pool = Pool(nbytes)
@@ -126,9 +126,9 @@ class GraphDouble:
 
 def _fill(target: Tensor, values: Tensor) -> Tensor:
     """Copies values of the same shape and strides, by which several elements may share their memory."""
-    part = _distinct(values)
+    part = distinct(values)
     assert part is not None
-    _part(target, part).copy_(_part(values, part))
+    part_of(target, part).copy_(part_of(values, part))
     return target
 
 

@@ -12,8 +12,8 @@ from tests.optim.test_compact import KINDS, states, trained
 from tests.optim.world import World, build_net, random_gradients
 from tests.triton_kernels.kernels import HERE, ROUNDED, rules
 from zeroweave.comm.rounding import join_, noise_, split_
-from zeroweave.optim.codes import BLOCK, Coded, decode, encode_
 from zeroweave.optim.compact import CODES
+from zeroweave.optim.quantize8 import BLOCK, Coded, decode, encode_
 
 here_only = pytest.mark.skipif(HERE.type != "cpu", reason="worlds without processes live on the CPU")
 WITHOUT = ({"tiny"}, {"tiny"}, {"layers.1.weight", "scalar"}, set[str]())

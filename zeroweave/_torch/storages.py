@@ -95,7 +95,7 @@ def storage_key(tensor: torch.Tensor) -> int:
         return 0
 
 
-def place_key(tensor: torch.Tensor) -> tuple[int, int]:
+def view_key(tensor: torch.Tensor) -> tuple[int, int]:
     """The storage of `tensor` and its offset there, in elements. Why: as `storage_key`."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 

@@ -15,7 +15,7 @@ from zeroweave.layout import ALIGN_BYTES
 from zeroweave.notices import warn
 
 CODED_BLOCK: Final = ALIGN_BYTES // 2
-"""Elements, bfloat16, of the blocks of `optim.codes`."""
+"""Elements, bfloat16, of the blocks of `optim.quantize8`."""
 LEAST_SCALE: Final = 2.0**-94
 """Scales are not smaller: the least share of it is a normal float32 still, and keeps its code."""
 CHANCES: Final = 4096

@@ -18,7 +18,7 @@ from zeroweave._triton.masters import BLOCK, bits_of, joined, noise, of_24_bits,
 __all__ = ["BLOCK", "adagrad", "adam", "compact_adam", "lion", "programs", "sgd"]
 
 PER_SCALE: Final = tl.constexpr(CODED_BLOCK)
-"""Elements of a block of moments in 8 bits, see `optim.codes`. A kernel has some whole blocks, [blocks, 64]."""
+"""Elements of a block of moments in 8 bits, see `optim.quantize8`. A kernel has some whole blocks, [blocks, 64]."""
 _LEAST: Final = tl.constexpr(LEAST_SCALE)
 _CHANCES: Final = tl.constexpr(CHANCES)
 _CHANCE: Final = tl.constexpr(1 / CHANCES)

@@ -2,7 +2,7 @@
 
 It does so in a communicator that may use no SMs, if every rank's flat is at the same offset of memory that all ranks
 have registered together. Otherwise it silently uses a kernel, and if the ranks' offsets differ, the values are wrong.
-So each place (`comm.places`) is one piece of memory, registered as a whole, and a flat begins at its start.
+So each registered buffer (`comm.registered_buffers`) is registered as a whole, and a flat begins at its start.
 
 `refused` says where copy engines cannot gather or need not, `choose` which buckets they gather.
 """
@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from zeroweave._torch.distributed import copying_communicator
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.places import FixedMemory
 from zeroweave.comm.process_group import ProcessGroupTransport
+from zeroweave.comm.registered_buffers import FixedMemory
 from zeroweave.comm.transport import Gatherer, Pending, Transport
 from zeroweave.comm.wrappers import Around
 from zeroweave.errors import ConfigError
@@ -125,13 +125,13 @@ class Registered(FixedMemory):
 class CopyEngineGathers(Around):
     """A transport that gathers through `engine` if the flat is in registered memory; all else is `inner`'s.
 
-    `placed(flat)`: True if it is; the same on all ranks, see `runtime.bucket.seat`. Copies have no launch to share, so
-    in the scope of `together` each run of gathers between them is one launch.
+    `registered(flat)`: True if it is; the same on all ranks, see `runtime.bucket.assign_buffers`. Copies have no launch
+    to share. In the scope of `together` each run of gathers between them is one launch.
     """
 
-    def __init__(self, inner: Transport, engine: Gatherer, placed: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, inner: Transport, engine: Gatherer, registered: Callable[[torch.Tensor], bool]) -> None:
         super().__init__(inner)
-        self._engine, self._placed = engine, placed
+        self._engine, self._registered = engine, registered
         self._scope: ExitStack | None = None
         """of `together`; it holds the launch that is open"""
         self._launching = False
@@ -146,14 +146,14 @@ class CopyEngineGathers(Around):
                 self._scope = None
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        placed = self._placed(flat)
-        if self._scope is not None and self._launching == placed:
-            self._launching = not placed
-            if placed:
+        registered = self._registered(flat)
+        if self._scope is not None and self._launching == registered:
+            self._launching = not registered
+            if registered:
                 self._scope.close()
             else:
                 self._scope.enter_context(self._inner.together())
-        return (self._engine if placed else self._inner).all_gather(flat, shard, layout)
+        return (self._engine if registered else self._inner).all_gather(flat, shard, layout)
 
 
 class CopyEngines:
@@ -170,7 +170,7 @@ class CopyEngines:
     def join(self, timeout: timedelta, groups: int = 1) -> Any:
         """A communicator of this engine's ranks; with `groups`, that many: each rank's is that of its number.
 
-        Collective, like all methods but `placed`. None for a single rank. It is used once here: before that nothing
+        Collective, like all methods but `registered`. None for a single rank. It is used once here: before that nothing
         can be registered.
         """
         control = self._control
@@ -193,9 +193,9 @@ class CopyEngines:
     def around(self, transport: Transport, own: Any, ledger: Ledger, name: str = WORLD) -> CopyEngineGathers:
         """`transport`, that of the sharding group `name`, with gathers by `own` of flats in registered memory."""
         engine = ProcessGroupTransport(own, self._device, ledger, f"{name} by copy engine", in_place=True)
-        return CopyEngineGathers(transport, engine, self.placed)
+        return CopyEngineGathers(transport, engine, self.registered)
 
-    def placed(self, flat: torch.Tensor) -> bool:
+    def registered(self, flat: torch.Tensor) -> bool:
         """True if the flat begins where registered memory does."""
         return flat.data_ptr() in self._addresses
 

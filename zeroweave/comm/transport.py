@@ -24,7 +24,7 @@ class Spread(Protocol):
 
     A bucket's layout is one, with equal chunks and each slot in one piece; the reduce buckets of `dc` are others.
     `id` is for the ledger: equal on all ranks. `world` ranks share it, those of the sharding `group`; the r of a rank
-    of the engine is its `place` there.
+    of the engine is its `group_rank` there.
     """
 
     @property
@@ -33,7 +33,7 @@ class Spread(Protocol):
     def group(self) -> str: ...
     @property
     def world(self) -> int: ...
-    def place(self, rank: int, /) -> int: ...
+    def group_rank(self, rank: int, /) -> int: ...
     @property
     def numel(self) -> int: ...
     @property
@@ -135,7 +135,7 @@ class Transport(Gatherer, Protocol):
         """
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
-        """Overwrites `tensor` with that at place `source` of this rank's sharding group; synchronous."""
+        """Overwrites `tensor` with that of rank `source` of this rank's sharding group; synchronous."""
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         """Sums `tensor` over the ranks, in place, on the current stream."""

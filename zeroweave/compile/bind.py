@@ -21,8 +21,8 @@ from zeroweave._torch.dynamo import dynamo_example
 from zeroweave._torch.fx import mark_boxed, operator_schema
 from zeroweave._torch.storages import without_memory
 from zeroweave.errors import EngineError, ParameterError
+from zeroweave.layout import SlotKey
 
-Place = tuple[int, int]  # (bucket id, slot index); slot -1: a view of the flat that is no whole slot
 Part = tuple[int, int, Tensor | None]  # (bucket id, slot index, gradient)
 Phase = Literal["forward", "backward"]
 Boxed = Callable[[list[Any]], Any]  # takes its arguments in one list, which it empties
@@ -31,8 +31,11 @@ Boxed = Callable[[list[Any]], Any]  # takes its arguments in one list, which it 
 class TemplateHost(Protocol):
     """The part of the runtime that compiled templates call. All calls come from the thread that runs the template."""
 
-    def find(self, tensor: Tensor) -> Place | None:
-        """The place of `tensor`, by (storage identity, offset, size); None if in no flat. Values are not read."""
+    def find(self, tensor: Tensor) -> SlotKey | None:
+        """The slot of `tensor`, by (storage identity, offset, size); None if in no flat. Values are not read.
+
+        Slot index -1: a view of the flat that is not one whole slot.
+        """
 
     def enter(self, name: str, phase: Phase, uses: tuple[int, ...]) -> Any:
         """Makes the buckets `uses` (ascending, may be empty) usable until `leave` gets the token back."""
@@ -43,29 +46,29 @@ class TemplateHost(Protocol):
     def execute(self, run: Boxed, args: list[Any], bound: Callable[[], Set[int]]) -> Any:
         """`run(args)`. `bound()`: the arguments that are parameters, and those that `run` writes."""
 
-    def announce(self, parts: list[Place]) -> None:
+    def announce(self, parts: list[SlotKey]) -> None:
         """A forward has run whose backward will deliver one gradient for each of these."""
 
-    def saved(self, tensors: list[tuple[Tensor, Place]], read: bool) -> None:
+    def saved(self, tensors: list[tuple[Tensor, SlotKey]], read: bool) -> None:
         """The flat-backed tensors that the forward that just ran saves for its backward, which may `read` values.
 
         Autograd saves them right after this call, in this order and each exactly once, before anything else
         is saved on this thread, through the saved-tensors hooks that are innermost then.
         """
 
-    def destinations(self, parts: list[Place]) -> list[Tensor | None]:
+    def destinations(self, parts: list[SlotKey]) -> list[Tensor | None]:
         """Where the backward that was entered may write these gradients, before it leaves and delivers them.
 
         Each is contiguous, of its parameter's shape and dtype; None: anywhere.
         """
 
-    def sums(self, parts: list[Place]) -> list[Tensor | None] | None:
+    def sums(self, parts: list[SlotKey]) -> list[Tensor | None] | None:
         """The sums to which it may add these gradients instead, each once; as `destinations`, but in any dtype.
 
         None: to none.
         """
 
-    def deliver(self, announced: list[Place], parts: list[Part], made: Set[Place] = frozenset()) -> Set[Place]:
+    def deliver(self, announced: list[SlotKey], parts: list[Part], made: Set[SlotKey] = frozenset()) -> Set[SlotKey]:
         """The gradients of a backward that has left. `announced` is what its forward announced.
 
         Returned: those that `torch.autograd.grad` was asked for. They are not delivered, but left to autograd.
@@ -123,7 +126,7 @@ class Split:
     delivers, in the order in which it does, and the parameters that the backward takes as well, in its order.
     `aliases` are the forward's outputs that autograd saves and that may view an argument, `fresh` the
     backward's arguments that are saved tensors and do not. `reads`: the backward reads values of parameters.
-    `regions`: places of the shared parameters -> the region whose forward ran last with them. `elsewhere`: forwards
+    `regions`: slots of the shared parameters -> the region whose forward ran last with them. `elsewhere`: forwards
     have run for another engine, see `Engine`.
     """
 
@@ -132,7 +135,7 @@ class Split:
     aliases: tuple[int, ...] = ()
     fresh: frozenset[int] = frozenset()
     reads: bool = False
-    regions: dict[tuple[Place | None, ...], str] = field(default_factory=dict)
+    regions: dict[tuple[SlotKey | None, ...], str] = field(default_factory=dict)
     elsewhere: bool = False
 
     def runs_elsewhere(self) -> None:
@@ -177,22 +180,22 @@ def forward_binder(find_engine: FindEngine, graph: fx.Graph, split: Split | None
             return run(args)
         region, held = running
         find = host.find
-        places = {i: find(args[i]) for i in tensors}
-        others = {place[0] for place in places.values() if place is not None} - held
-        announced: list[Place] = []
+        keys = {i: find(args[i]) for i in tensors}
+        others = {key[0] for key in keys.values() if key is not None} - held
+        announced: list[SlotKey] = []
         if split is not None:
-            split.regions[tuple(places[i] for i in split.shared)] = region
-            announced = [place for i in split.announce if _is_slot(place := places[i])]
+            split.regions[tuple(keys[i] for i in split.shared)] = region
+            announced = [key for i in split.announce if _is_slot(key := keys[i])]
 
         def execute(args: list[Any]) -> Any:
-            return host.execute(run, args, lambda: written | _parameters(places))
+            return host.execute(run, args, lambda: written | _parameters(keys))
 
         outputs = _hold(host, region, "forward", others, execute, args) if others else execute(args)
         host.template_ran()
         if announced and not recomputing():
             host.announce(announced)
         if split is not None:
-            if flats := [(outputs[i], place) for i in split.aliases if (place := host.find(outputs[i])) is not None]:
+            if flats := [(outputs[i], key) for i in split.aliases if (key := host.find(outputs[i])) is not None]:
                 host.saved(flats, split.reads or len(flats) > len(split.shared))  # others are views
         return outputs
 
@@ -226,17 +229,17 @@ def backward_binder(
         host = None if (engine := find_engine()) is None else engine.host
         if host is None and not split.elsewhere:
             raise EngineError("[ZW403] compiled code of a destroyed engine was called: its parameters are gone")
-        places = dict.fromkeys(bound) if host is None else {i: host.find(args[i]) for i in bound}
-        if host is None or (shared and split.elsewhere and not any(places.values())):
+        keys = dict.fromkeys(bound) if host is None else {i: host.find(args[i]) for i in bound}
+        if host is None or (shared and split.elsewhere and not any(keys.values())):
             return _run_into(run, args, [(output, _like(args[i])) for output, i in targets])
-        uses = {place[0] for i in reads if (place := places[i]) is not None}
+        uses = {key[0] for i in reads if (key := keys[i]) is not None}
         count = len(args)
 
         def execute(args: list[Any]) -> Any:
-            return host.execute(run, args, lambda: _parameters(places).union(range(count, len(args))))
+            return host.execute(run, args, lambda: _parameters(keys).union(range(count, len(args))))
 
         def run_into(args: list[Any]) -> list[Any]:
-            slots = {i: place for _, i in targets if _is_slot(place := places[i])}
+            slots = {i: key for _, i in targets if _is_slot(key := keys[i])}
             parts = list(slots.values())
             lent = sums = host.sums(parts)
             if lent is None and early:
@@ -247,20 +250,20 @@ def backward_binder(
             return _run_into(execute, args, into, adds=sums is not None)
 
         if shared or uses:
-            region = split.regions.get(tuple(places[i] for i in shared), "")
+            region = split.regions.get(tuple(keys[i] for i in shared), "")
             outputs = list(_hold(host, region, "backward", uses, run_into if targets else execute, args))
         else:
             outputs = list(execute(args))
         parts: list[Part] = []
         taken: list[int] = []
-        alone = set[Place]()
+        alone = set[SlotKey]()
         for output, i in gradients:
-            if _is_slot(place := places[i]):
+            if _is_slot(key := keys[i]):
                 gradient, outputs[output] = outputs[output], None
-                parts.append((*place, gradient.contiguous()))
+                parts.append((*key, gradient.contiguous()))
                 taken.append(output)
                 if output in made:
-                    alone.add(place)
+                    alone.add(key)
         host.template_ran()
         if parts and (asked := host.deliver([part[:2] for part in parts], parts, alone)):
             for output, part in zip(taken, parts, strict=True):
@@ -298,13 +301,13 @@ def _hold(host: TemplateHost, region: str, phase: Phase, uses: set[int], run: Bo
         host.leave(token)
 
 
-def _parameters(places: Mapping[int, Place | None]) -> set[int]:
+def _parameters(keys: Mapping[int, SlotKey | None]) -> set[int]:
     """The arguments that are in flats."""
-    return {i for i, place in places.items() if place is not None}
+    return {i for i, key in keys.items() if key is not None}
 
 
-def _is_slot(place: Place | None) -> TypeGuard[Place]:
-    return place is not None and place[1] >= 0
+def _is_slot(key: SlotKey | None) -> TypeGuard[SlotKey]:
+    return key is not None and key[1] >= 0
 
 
 def gradients_of(graph: fx.Graph, roles: Roles) -> list[tuple[int, int, fx.Node]]:

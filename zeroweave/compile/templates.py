@@ -107,7 +107,7 @@ class Templates:
             if module not in self._own:
                 assert self.host is not None
                 found = map(self.host.find, module.parameters())
-                self._own[module] = frozenset(place[0] for place in found if place is not None)
+                self._own[module] = frozenset(key[0] for key in found if key is not None)
             before = dynamo_graph_breaks() if key not in self._breaks else None
             frames, backends = len(dynamo_frame_seconds()), self.phases.total
             self._running.append(module)

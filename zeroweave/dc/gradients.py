@@ -255,10 +255,10 @@ class WindowGradients:
     def _deliver(self, ids: tuple[int, ...], layout: SharesLayout, result: torch.Tensor) -> None:
         if self._rehearses:
             return
-        places = layout.places(self._rank)
+        starts = layout.starts(self._rank)
         for slot, ds_id in enumerate(ids):
             target, padding = self._target(self._registry.parameters[ds_id])
-            piece = result.narrow(0, places.get(slot, 0), target.numel())
+            piece = result.narrow(0, starts.get(slot, 0), target.numel())
             if ds_id in self._written:
                 target.add_(piece)
             else:

@@ -10,7 +10,7 @@ import torch
 from zeroweave.comm.copy_engine import LEAST, CopyEngines, no_room, refused
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.pending import SideWork, on_side, side_of
-from zeroweave.comm.places import Places
+from zeroweave.comm.registered_buffers import RegisteredBuffers
 from zeroweave.comm.transport import Pending, Transport
 from zeroweave.comm.wrappers import Around
 from zeroweave.layout import BucketLayout
@@ -22,13 +22,13 @@ from zeroweave.ranks.start import at_end, backstop
 class BufferedGathers(Around):
     """A transport whose gathers run in one registered buffer, one after the other, and are copied to their flats.
 
-    `inner` gathers by copy engine into memory that `places` made. A flat that is larger than the buffer is gathered
+    `inner` gathers by copy engine into memory that `registered` has. A flat that is larger than the buffer is gathered
     in its own memory, by kernel. The buffer has one size on all ranks, so a gather runs in the same way on all ranks.
     """
 
-    def __init__(self, inner: Transport, places: Places, control: Control, device: torch.device) -> None:
+    def __init__(self, inner: Transport, registered: RegisteredBuffers, control: Control, device: torch.device) -> None:
         super().__init__(inner)
-        self._places, self._control = places, control
+        self._registered, self._control = registered, control
         self._side = side_of(device, priority=-1)
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
@@ -38,8 +38,8 @@ class BufferedGathers(Around):
         if nbytes <= self._buffer.nbytes:
             return
         self._buffer = self._buffer.new_empty(0)  # the old memory goes first
-        if (place := self._places.fit({0: nbytes}).get(0)) is not None:
-            place.memory.give(self._buffer.untyped_storage())
+        if (found := self._registered.fit({0: nbytes}).get(0)) is not None:
+            found.memory.give(self._buffer.untyped_storage())
             self._buffer.set_(self._buffer.untyped_storage())
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
@@ -54,7 +54,7 @@ class BufferedGathers(Around):
     def close(self) -> None:
         """Free the memory. Collective."""
         self._buffer = self._buffer.new_empty(0)
-        self._places.close()
+        self._registered.close()
 
 
 def buffered(
@@ -73,7 +73,7 @@ def buffered(
         warn(f"symmetric_memory: {why}. Parameters are gathered as without it", control.rank)
         return None
     engines = CopyEngines(control, device)
-    places = Places(
+    registered = RegisteredBuffers(
         engines.make,
         ledger.gauge("symmetric memory"),
         lambda nbytes: warn(no_room(nbytes, engines.why_not, "symmetric_memory"), control.rank),
@@ -81,7 +81,7 @@ def buffered(
     with ExitStack() as started:
         started.callback(engines.close)
         inner = engines.around(transport, engines.join(backstop(control.deadline_seconds)), ledger)
-        gathers = BufferedGathers(inner, places, control, device)
+        gathers = BufferedGathers(inner, registered, control, device)
         started.callback(gathers.close)
         at_end(ends, started.pop_all(), failed)
     return gathers

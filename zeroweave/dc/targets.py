@@ -77,26 +77,26 @@ class SharesLayout:
         self.chunks: tuple[int, ...] = tuple(sizes)
         self.numel = sum(sizes)
         pieces: list[Piece] = []
-        self._places: list[dict[int, int]] = []
+        self._starts: list[dict[int, int]] = []
         begin = 0
         for size, held in zip(sizes, per_rank, strict=True):
             offset = 0
-            self._places.append({})
+            self._starts.append({})
             for slot, share in enumerate(held):
                 if share.numel:
                     pieces.append(Piece(slot, share.start, share.numel, begin + offset))
-                    self._places[-1][slot] = offset
+                    self._starts[-1][slot] = offset
                     offset += round_up(share.numel, align)
             begin += size
         self.pieces = with_gaps(pieces, self.numel)
 
-    def place(self, rank: int) -> int:
+    def group_rank(self, rank: int) -> int:
         """Of all ranks."""
         return rank
 
-    def places(self, rank: int) -> Mapping[int, int]:
+    def starts(self, rank: int) -> Mapping[int, int]:
         """slot -> where its share begins in what `rank` gets of a reduction; slots without a share are missing."""
-        return self._places[0 if self.whole else rank]
+        return self._starts[0 if self.whole else rank]
 
 
 class GradientPartition:

@@ -140,7 +140,7 @@ def hook_gradients(runtime: Runtime, stubs: Mapping[str, nn.Parameter]) -> list[
     handles = []
     for name, stub in stubs.items():
         if stub.requires_grad:
-            handles.append(hook_gradient(stub, runtime, *runtime.directory.places[name]))
+            handles.append(hook_gradient(stub, runtime, *runtime.directory.slots[name]))
     for bucket in runtime.buckets.values():
         if bucket.layout.trainable:
             for slot, parameter in enumerate(bucket.real):

@@ -65,7 +65,7 @@ class ParameterVisibility:
             bucket.unshard()
         for bucket in self._access.buckets:
             bucket.wait()
-        runtime, places = self._runtime, self._runtime.directory.places
+        runtime, places = self._runtime, self._runtime.directory.slots
         if runtime.awaits_backward:
             views = {name: runtime.buckets[bucket].real[slot] for name, (bucket, slot) in places.items()}
         else:
@@ -99,7 +99,7 @@ class ParameterVisibility:
             )
 
     def _is_trained(self, name: str) -> bool:
-        return self._runtime.buckets[self._runtime.directory.places[name][0]].layout.trainable
+        return self._runtime.buckets[self._runtime.directory.slots[name][0]].layout.trainable
 
     def _withdraw(self) -> None:
         self._toggle()
@@ -152,7 +152,7 @@ class ParameterVisibility:
             return None
         if not (runtime.in_session or runtime.in_backward):
             self._toggle()
-        bucket, slot = runtime.directory.places[name]
+        bucket, slot = runtime.directory.slots[name]
         if values:
             runtime.read(runtime.buckets[bucket], slot)
         return runtime.buckets[bucket].real[slot]
@@ -178,7 +178,7 @@ class ParameterVisibility:
                 stub.toggle(view.requires_grad)
         off = self._module_parameters.status.off
         for name in off ^ self._off:
-            bucket, slot = self._runtime.directory.places[name]
+            bucket, slot = self._runtime.directory.slots[name]
             self._runtime.buckets[bucket].toggle(slot, name not in off)
         self._off = set(off)
 

@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from zeroweave._triton import kernels
 from zeroweave.comm.copy_engine import Choice
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.places import Places, fixed_places
 from zeroweave.comm.process_group import take_device
+from zeroweave.comm.registered_buffers import RegisteredBuffers, fixed_buffers
 from zeroweave.comm.wrappers import Grouped, Paired, Wire, fenced
 from zeroweave.compile.regions import matching
 from zeroweave.config import Config
@@ -57,19 +57,19 @@ from zeroweave.experts import find_experts, groups_of
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.notices import Journal, warn
 from zeroweave.optim.adaptive import Adaptive
-from zeroweave.optim.check import check_optimizers, in_no_group
 from zeroweave.optim.compact import refuse_compact
 from zeroweave.optim.groups import serve_modes
 from zeroweave.optim.matrices import Whole
+from zeroweave.optim.multi_optimizer import Schedulers, WholeMatrices, as_one, given, members_of
+from zeroweave.optim.optimizer_check import check_optimizers, in_no_group
 from zeroweave.optim.rules import Kernels
 from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
-from zeroweave.optim.several import Schedulers, WholeMatrices, as_one, given, members_of
 from zeroweave.optim.state_dict import StateDicts, weak
 from zeroweave.optim.states import States, agree, take
 from zeroweave.optim.step import ShardedOptimizer
-from zeroweave.parameters.check import check
 from zeroweave.parameters.foreign import foreign_parameters, move, own_parameters
 from zeroweave.parameters.module_parameters import rest
+from zeroweave.parameters.structure_check import check_structure
 from zeroweave.parameters.stub import StubStatus
 from zeroweave.parameters.weights import Buffers, Weights, WeightsLike, weights_of
 from zeroweave.ranks.alarm import Alarm
@@ -177,7 +177,7 @@ def _checked(
         check_thread()
     passes_of(settings)
     refuse_missing(settings)
-    check(model)
+    check_structure(model)
     experts = find_experts(model, settings.experts)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(own_parameters(model).values()))
@@ -261,9 +261,9 @@ def _assemble(
     journal = Journal(control.rank)
     communicators = Communicators(group, control, device, ledger, groups, ends, replicas)
     transports = communicators.transports()
-    gathered_in, choice = Places(), Choice("nothing is trained, and so no schedule says where")
+    registered, choice = RegisteredBuffers(), Choice("nothing is trained, and so no schedule says where")
     if optimizer is not None:
-        gathered_in, choice = gather_by(settings.transport.gathers, transports, communicators, layouts, journal)
+        registered, choice = gather_by(settings.transport.gathers, transports, communicators, layouts, journal)
     meeting = fenced(Grouped(transports) if len(transports) > 1 else transports[WORLD], device, settings.debug)
     ways_differ = ledger.gathers_on_entry and device.type == "cpu" and control.world > 1
     paired = partial(Paired, control=control, ledger=ledger) if ways_differ else None
@@ -280,9 +280,9 @@ def _assemble(
         )
         ends.callback(call_graphs.close)
         if choice.least is None and control.world > 1:
-            gathered_in = fixed_places(device, ledger.gauge("places"))
+            registered = fixed_buffers(device, ledger.gauge("registered buffers"))
     runtime = Runtime(
-        layouts, transport, policy, ledger.entering, transport.issuing, trains, gathered_in, graphs=call_graphs
+        layouts, transport, policy, ledger.entering, transport.issuing, trains, registered, graphs=call_graphs
     )
     fill(runtime, named, asked.weights)
     runtime.transfers.finish()
@@ -295,12 +295,12 @@ def _assemble(
         home = torch.device("cpu") if moments_off else device
         states = take(optimizer.state, buckets, named, told, transport, device, lambda _: home)
 
-    place = runtime.directory.places
+    keys = runtime.directory.slots
     original = {name: p.dtype for name, p in named.items()}
-    slot_of = {id(p): place[name] for name, p in named.items()}
+    slot_of = {id(p): keys[name] for name, p in named.items()}
     del named
     stubs = StubStatus()
-    module_parameters = rest(model, stubs, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
+    module_parameters = rest(model, stubs, lambda name, old: runtime.buckets[keys[name][0]].real[keys[name][1]])
     sharded = None
     if optimizer is not None:
         whole = Whole(asked.whole, transport, control) if asked.whole else None
@@ -309,7 +309,7 @@ def _assemble(
             optimizer, buckets, slot_of, runtime.transfers, states, moments_off, whole, fast, compact
         )
         states.clear()
-    parts = EngineContext(
+    context = EngineContext(
         model=model,
         config=settings,
         runtime=runtime,
@@ -330,7 +330,7 @@ def _assemble(
     faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)
     there = frozenset(bucket.id for bucket in buckets if bucket.is_shard)
     facts = facts_of(settings, layouts, runtime.policy, sharded, choice.least, call_graphs is not None, there)
-    return _compose(parts, facts, asked.scheduler, faults, sinks)
+    return _compose(context, facts, asked.scheduler, faults, sinks)
 
 
 def _refuse_experts(layouts: Iterable[BucketLayout], whole: Set[str]) -> None:
@@ -342,56 +342,61 @@ def _refuse_experts(layouts: Iterable[BucketLayout], whole: Set[str]) -> None:
         )
 
 
-def _compose(parts: EngineContext, facts: Facts, lr_scheduler: Any, faults: Faults, sinks: Sequence[Sink]) -> Engine:
+def _compose(context: EngineContext, facts: Facts, lr_scheduler: Any, faults: Faults, sinks: Sequence[Sink]) -> Engine:
     """The engine, of objects that each know those before them."""
-    settings, runtime = parts.config, parts.runtime
-    sharing = ranks_beside(parts.control, parts.device)
-    scheduler = Scheduler(parts, facts, Headroom(parts.transport, parts.agreements, sharing))
-    access = Access(parts.model, runtime)
-    for handle in hook_gradients(runtime, parts.module_parameters.names):
-        parts.ends.callback(handle.remove)
-    shown = ParameterVisibility(runtime, parts.module_parameters, access)
-    parts.stubs.attach(shown.read)
+    settings, runtime = context.config, context.runtime
+    sharing = ranks_beside(context.control, context.device)
+    scheduler = Scheduler(context, facts, Headroom(context.transport, context.agreements, sharing))
+    access = Access(context.model, runtime)
+    for handle in hook_gradients(runtime, context.module_parameters.names):
+        context.ends.callback(handle.remove)
+    shown = ParameterVisibility(runtime, context.module_parameters, access)
+    context.stubs.attach(shown.read)
     calls = Calls(
-        parts.model,
+        context.model,
         runtime,
         settings,
         access,
         shown,
-        parts.device.type,
-        parts.control.rank,
-        parts.journal,
-        lambda: parts.progress.step == 0,
+        context.device.type,
+        context.control.rank,
+        context.journal,
+        lambda: context.progress.step == 0,
     )
     layouts = [b.layout for b in runtime.buckets.values()]
     scaler = Scaler(
-        runtime.gradients, loss_scale_of(settings, layouts), checks(settings, layouts), parts.transport, parts.device
+        runtime.gradients,
+        loss_scale_of(settings, layouts),
+        checks(settings, layouts),
+        context.transport,
+        context.device,
     )
-    window = Window(parts, scaler, scheduler, shown)
+    window = Window(context, scaler, scheduler, shown)
     runtime.attach(faults.before(window, "backward_began", "backward"))
     if settings.gather_after_step:
         shown.open()
     updating = faults.before(scaler, "take", "update")
-    adaptive, budget, clock = None, settings.offload.memory_budget, parts.transport.clock
-    if budget is not None and parts.optimizer is not None:
-        adaptive = Adaptive(parts.optimizer.offload, budget, clock.peak, clock.restart_peak)
-    step = OptimizerStep(parts, window, updating, scheduler, shown, adaptive, lr_scheduler)
-    values = ParameterAccess(parts, window, scaler, shown)
-    checkpoints = Checkpoints(parts, window, step, scheduler, values, faults)
-    if parts.optimizer is not None:
+    adaptive, budget, clock = None, settings.offload.memory_budget, context.transport.clock
+    if budget is not None and context.optimizer is not None:
+        adaptive = Adaptive(context.optimizer.offload, budget, clock.peak, clock.restart_peak)
+    step = OptimizerStep(context, window, updating, scheduler, shown, adaptive, lr_scheduler)
+    parameter_access = ParameterAccess(context, window, scaler, shown)
+    checkpoints = Checkpoints(context, window, step, scheduler, parameter_access, faults)
+    if context.optimizer is not None:
         served = StateDicts(
-            parts.optimizer, parts.module_parameters.names, parts.transport, parts.control, checkpoints.alone
+            context.optimizer, context.module_parameters.names, context.transport, context.control, checkpoints.alone
         )
-        parts.ends.callback(served.close)
-        serve_modes(parts.optimizer.optimizer, parts.optimizer.groups, weak(values.optimizer_shown), parts.ends)
+        context.ends.callback(served.close)
+        shows = weak(parameter_access.optimizer_shown)
+        serve_modes(context.optimizer.optimizer, context.optimizer.groups, shows, context.ends)
     if settings.checkpoint.save_on_signal is not None:
-        parts.ends.callback(listen(parts.agreements.notes).close)
+        context.ends.callback(listen(context.agreements.notes).close)
 
     def stats() -> Stats:
-        return Stats.read(parts, calls, step.traffic, scheduler)
+        return Stats.read(context, calls, step.traffic, scheduler)
 
-    samples = Samples.asked_for(parts, scheduler, step, stats)
-    log = Log(parts, scheduler, step, sinks) if is_asked_for(settings) and parts.optimizer is not None else None
-    followers = AfterStep(parts.transport, log, samples)
+    samples = Samples.asked_for(context, scheduler, step, stats)
+    log = Log(context, scheduler, step, sinks) if is_asked_for(settings) and context.optimizer is not None else None
+    after_step = AfterStep(context.transport, log, samples)
     running = faults.before(calls, "forward", "forward")
-    return Engine(parts, running, scheduler, window, step, values, checkpoints, followers, stats)
+    return Engine(context, running, scheduler, window, step, parameter_access, checkpoints, after_step, stats)

@@ -90,10 +90,10 @@ class Calls:
                 runtime, names, c.lower, c.recompile_limit, c.activation_budget, announcer, journal, code, hooks
             )
 
-        place_of = {id(p): runtime.directory.places[name] for name, p in own_parameters(model).items()}
+        slot_of = {id(p): runtime.directory.slots[name] for name, p in own_parameters(model).items()}
 
         def call(name: str, module: nn.Module, recurse: bool, compiled: Compiled | None = None) -> ModuleCall:
-            slots = [place_of[id(p)] for p in module.parameters(recurse) if id(p) in place_of]
+            slots = [slot_of[id(p)] for p in module.parameters(recurse) if id(p) in slot_of]
             return ModuleCall(name, module, slots, runtime, access, self.session, self.run, compiled)
 
         outside = call_modules(model, regions)

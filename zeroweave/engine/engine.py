@@ -67,31 +67,31 @@ class Engine:
 
     def __init__(
         self,
-        parts: EngineContext,
+        context: EngineContext,
         calls: Calls,
         scheduler: Scheduler,
         window: Window,
         step: OptimizerStep,
-        values: ParameterAccess,
+        parameter_access: ParameterAccess,
         checkpoints: Checkpoints,
-        followers: AfterStep,
+        after_step: AfterStep,
         stats: Callable[[], Stats],
     ) -> None:
-        self.module, self.config, self.device = parts.model, parts.config, parts.device
-        self.rank, self.world = parts.control.rank, parts.control.world
-        self._parts, self._runtime, self._guard = parts, parts.runtime, parts.guard
+        self.module, self.config, self.device = context.model, context.config, context.device
+        self.rank, self.world = context.control.rank, context.control.world
+        self._context, self._runtime, self._guard = context, context.runtime, context.guard
         self._calls = calls  # forwards
         self._window, self._step = window, step  # backwards up to an optimizer step, and that
-        self._values = values  # what users read and write
+        self._parameter_access = parameter_access  # what users read and write
         self._checkpoints = checkpoints  # and what survives the run
         self._scheduler = scheduler  # which schedule the next window follows
-        self._followers, self._stats = followers, stats  # what follows each `step()`; what is told
+        self._after_step, self._stats = after_step, stats  # what follows each `step()`; what is told
 
     # ------------------------------------------------------------------ looking at it
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The user's optimizer."""
-        return None if self._parts.optimizer is None else self._parts.optimizer.optimizer
+        return None if self._context.optimizer is None else self._context.optimizer.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
@@ -106,7 +106,7 @@ class Engine:
     @property
     def global_steps(self) -> int:
         """Optimizer steps so far, without those that were skipped."""
-        return self._parts.progress.step - self._step.skipped
+        return self._context.progress.step - self._step.skipped
 
     @property
     def skipped_steps(self) -> int:
@@ -127,7 +127,7 @@ class Engine:
     @_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's module; floating inputs are cast to `precision.params` where that is set."""
-        self._followers.batch(self.module.training and torch.is_grad_enabled(), args, kwargs)
+        self._after_step.batch(self.module.training and torch.is_grad_enabled(), args, kwargs)
         return self._forward(args, kwargs)
 
     def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], chunked: bool = False) -> Any:
@@ -142,12 +142,12 @@ class Engine:
         `loss(output, batch)`, else the output itself if it is a tensor, else its `.loss`; with `loss="chunked"`
         a language model computes that without whole logits, as with the config's `loss`.
         """
-        self._followers.batch(True, batch)
+        self._after_step.batch(True, batch)
         output = self._forward(*arguments_of(batch), loss == "chunked")
         with self._guard("loss"):
             found = loss_of(output, batch, loss)
         self._backward(found)
-        self._followers.loss(found, self._window.divisor)
+        self._after_step.loss(found, self._window.divisor)
         self._micro_step()
         return found.detach()
 
@@ -155,7 +155,7 @@ class Engine:
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         """The backward of `loss` times the loss scale, divided by the accumulation count unless told not to."""
         self._backward(loss, retain_graph, scale_wrt_gas)
-        self._followers.loss(loss, self._window.divisor if scale_wrt_gas else 1)
+        self._after_step.loss(loss, self._window.divisor if scale_wrt_gas else 1)
 
     def _backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         with self._guard("backward"):
@@ -164,7 +164,7 @@ class Engine:
     @_untraced
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale, divided by the accumulated micro-steps; float32 at least where it is scaled."""
-        self._followers.loss(loss, self._window.divisor)
+        self._after_step.loss(loss, self._window.divisor)
         return self._window.scale(loss)
 
     @property
@@ -227,7 +227,7 @@ class Engine:
             self._step.take(boundary)
             self._window.micro_step_ended(boundary)
         self._checkpoints.step_ended(boundary)
-        self._followers.step_ended(boundary)
+        self._after_step.step_ended(boundary)
 
     def was_step_applied(self) -> bool:
         """True if the last `step()` ran the optimizer: not inside a window, nor where gradients were not finite."""
@@ -251,7 +251,7 @@ class Engine:
         """Drops the window's gradients; after an exception on all ranks, all that it left."""
         with self._guard("zero_grad", clean=False):
             self._window.abort()
-        self._followers.window_ended()
+        self._after_step.window_ended()
 
     def profiling(self) -> AbstractContextManager[Ledger]:
         """Inside, steps run without any communication; afterwards everything that they changed is as before.
@@ -260,7 +260,7 @@ class Engine:
         read. Costs a second copy of the trained shards, the optimizer's state and the module's buffers. All ranks
         enter it, between windows; each may run any number of steps inside.
         """
-        return tried_out(self._parts, self._window, self._step, self._values)
+        return tried_out(self._context, self._window, self._step, self._parameter_access)
 
     # ------------------------------------------------------------------ values
     def full(self, parameter: nn.Parameter | str, what: str = "param") -> torch.Tensor | None:
@@ -270,7 +270,7 @@ class Engine:
         parameter as a whole, such as its step counter, comes as it is. None for a gradient that no rank has. Costs one
         gather of the parameter's bucket. EngineError for what the model or the optimizer does not have.
         """
-        return self._values.full(parameter, what)
+        return self._parameter_access.full(parameter, what)
 
     def set_full(self, parameter: nn.Parameter | str, value: torch.Tensor, what: str = "param") -> None:
         """Replaces a whole value; `value` has the parameter's shape, any dtype, and is the same on all ranks.
@@ -278,26 +278,26 @@ class Engine:
         Each rank keeps its part. Parameters change between two optimizer steps' windows only, gradients between the
         boundary's backward and `step()`, optimizer state once the optimizer holds it.
         """
-        self._values.set_full(parameter, value, what)
+        self._parameter_access.set_full(parameter, value, what)
 
     def fragment(self, parameter: nn.Parameter | str) -> Fragment:
         """Which elements of a parameter this rank has: `numel` from `offset` on, of the flattened parameter."""
-        return self._values.fragment(parameter)
+        return self._parameter_access.fragment(parameter)
 
     def local(self, parameter: nn.Parameter | str, what: str = "param") -> torch.Tensor | None:
         """A copy of this rank's fragment [numel of the fragment] of what `full` gives."""
-        return self._values.local(parameter, what)
+        return self._parameter_access.local(parameter, what)
 
     def set_local(self, parameter: nn.Parameter | str, value: torch.Tensor, what: str = "param") -> None:
         """Replaces this rank's fragment; `value` is [numel of the fragment]. Else as `set_full`."""
-        self._values.set_local(parameter, value, what)
+        self._parameter_access.set_local(parameter, value, what)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """The reduced gradients, full, float32, on the CPU of every rank; `gradient_clipping` clips in `step()`.
 
         None where no rank had a gradient. To be called between the boundary's backward and `step()`. Collective.
         """
-        return self._values.gradients()
+        return self._parameter_access.gradients()
 
     def full_parameters(self) -> AbstractContextManager[dict[str, nn.Parameter]]:
         """Everything unsharded: inside, the module's parameters are full and may be read and written.
@@ -306,23 +306,23 @@ class Engine:
         do not, EngineError names the parameters, and nothing is kept; nor is it when an exception leaves the block.
         Collective; not inside a forward or backward.
         """
-        return self._values.full_parameters()
+        return self._parameter_access.full_parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """What the model's own `state_dict()` would be on rank 0, in host memory, in the model's original dtypes.
 
         The modules make it: their hooks and extra state (`get_extra_state`) are asked, on rank 0. Experts that not all
-        ranks share are there several times: "name@i" is that of the rank at place i of its group.
+        ranks share are there several times: "name@i" is that of rank i of its group.
         Parameters come from the float32 masters. `{}` on the other ranks. Collective.
         """
-        return self._values.state_dict()
+        return self._parameter_access.state_dict()
 
     def full_on_rank_0(self) -> AbstractContextManager[dict[str, Any]]:
         """Yields `state_dict()`; inside, rank 0's module has all parameters in host memory, for code that saves it.
 
         Nothing is computed inside, and nothing kept that is written. Collective.
         """
-        return self._values.full_on_rank_0()
+        return self._parameter_access.full_on_rank_0()
 
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters and persistent buffers, by name, one after the other, for models larger than the host's memory.
@@ -331,7 +331,7 @@ class Engine:
         device. All ranks iterate, and do nothing else with the engine meanwhile;
         only rank 0 is given anything.
         """
-        return self._values.stream_state_dict()
+        return self._parameter_access.stream_state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes rank 0's full `state_dict` on all ranks; all that the model's own has must be there.
@@ -341,7 +341,7 @@ class Engine:
         ranks get its extra state. ParameterError, which changes nothing, for what does not fit. Collective; the other
         ranks' argument is ignored.
         """
-        self._values.load_state_dict(state_dict)
+        self._parameter_access.load_state_dict(state_dict)
 
     # ------------------------------------------------------------------ checkpoints
     def save(
@@ -465,14 +465,14 @@ class Engine:
             return
         with self._guard("destroy" if optimizer_state else "destroy(optimizer_state=False)", clean=False):
             self._checkpoints.close()
-            self._followers.close()
-            values, (states, lacking) = self._values.whole(optimizer_state)
+            self._after_step.close()
+            values, (states, lacking) = self._parameter_access.whole(optimizer_state)
         self._calls.remove()
         if (graphs := self._runtime.graphs) is not None:
             graphs.close()  # they have memory, and views of parameters
-        self._values.give_back(values, states)
+        self._parameter_access.give_back(values, states)
         self._guard.close()
-        self._parts.ends.close()
+        self._context.ends.close()
         if lacking is not None:  # last: a filter may make an exception of it
             tell_dropped(lacking, self.rank)
 

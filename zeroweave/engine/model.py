@@ -99,8 +99,8 @@ def fill(runtime: Runtime, named: Mapping[str, nn.Parameter], weights: Weights) 
         if isinstance(weights, FileWeights):
             shard = torch.zeros(layout.shard_numel, dtype=bucket.shard.dtype, device="cpu")
             for index, slot in enumerate(layout.slots):
-                if (place := layout.fragment(index, bucket.rank)).numel:
-                    part = weights.part(slot.name, place.offset, place.numel)
+                if (held := layout.fragment(index, bucket.rank)).numel:
+                    part = weights.part(slot.name, held.offset, held.numel)
                     bucket.fragment(shard, index).copy_(part)
             bucket.put(shard.to(bucket.device))
             continue

@@ -18,8 +18,8 @@ from zeroweave.engine.window import Window
 from zeroweave.errors import AgreementError, EngineError, ParameterError, RankFailure
 from zeroweave.layout import Fragment
 from zeroweave.notices import warn
-from zeroweave.optim.room import Room
 from zeroweave.optim.scaler import Scaler
+from zeroweave.optim.state_memory import Room
 from zeroweave.optim.states import Gathered, States
 from zeroweave.runtime.bucket import Bucket
 
@@ -31,11 +31,11 @@ class ParameterAccess:
     optimizer's state, such as "exp_avg". The public methods are those of `Engine`, which tells more of them.
     """
 
-    def __init__(self, parts: EngineContext, window: Window, scaler: Scaler, shown: ParameterVisibility) -> None:
-        self._parts, self._model, self._runtime = parts, parts.model, parts.runtime
-        self._control, self._guard, self._optimizer = parts.control, parts.guard, parts.optimizer
+    def __init__(self, context: EngineContext, window: Window, scaler: Scaler, shown: ParameterVisibility) -> None:
+        self._context, self._model, self._runtime = context, context.model, context.runtime
+        self._control, self._guard, self._optimizer = context.control, context.guard, context.optimizer
         self._window, self._scaler, self.shown = window, scaler, shown
-        self._staging = parts.runtime.replay.executor.staging
+        self._staging = context.runtime.replay.executor.staging
 
     def _meet(self, call: str) -> None:
         """In a guarded call that all ranks make, before anything else."""
@@ -69,13 +69,13 @@ class ParameterAccess:
             bucket, slot = self._find(parameter, "set_full()", what)
             value = _tensor(value, "set_full()")
             self._guard.meet()
-            place, fragment = bucket.layout.slots[slot], bucket.layout.fragment(slot, bucket.rank)
-            mine, label = write_check.digest(value.to(bucket.shard.dtype)), f"set_full() of {place.name!r}"
-            names = [(place.name, bucket.layout.groups)]
+            spec, fragment = bucket.layout.slots[slot], bucket.layout.fragment(slot, bucket.rank)
+            mine, label = write_check.digest(value.to(bucket.shard.dtype)), f"set_full() of {spec.name!r}"
+            names = [(spec.name, bucket.layout.groups)]
             if refused := write_check.compared(names, [mine], [True], label, self._control)[0]:
                 raise EngineError(f"[ZW501] {refused}")
             here = slice(fragment.offset, fragment.offset + fragment.numel)
-            self._set(bucket, slot, what, value, place.shape, here)
+            self._set(bucket, slot, what, value, spec.shape, here)
 
     def fragment(self, parameter: nn.Parameter | str) -> Fragment:
         bucket, slot = self._find(parameter, "fragment()")
@@ -101,7 +101,7 @@ class ParameterAccess:
     def _find(self, parameter: nn.Parameter | str, method: str, what: str = "param") -> tuple[Bucket, int]:
         self._window.refuse_inside(method)
         name = self._name_of(parameter)
-        bucket_id, slot = self._runtime.directory.places[name]
+        bucket_id, slot = self._runtime.directory.slots[name]
         bucket = self._runtime.buckets[bucket_id]
         if what != "param" and not bucket.layout.trainable:
             raise EngineError(f"[ZW406] {method}: {name!r} is frozen and has no {what!r}")
@@ -109,7 +109,7 @@ class ParameterAccess:
 
     def _name_of(self, parameter: nn.Parameter | str) -> str:
         """The canonical name of a parameter that is given by one of its names or as the user's object."""
-        known = self._parts.module_parameters
+        known = self._context.module_parameters
         if isinstance(parameter, str):
             if (name := known.aliases.get(parameter, parameter)) in known.names:
                 return name
@@ -194,7 +194,7 @@ class ParameterAccess:
                 bucket.put(values)
                 bucket.renew()
         elif what == "grad":
-            if not self._parts.stubs.gradients_pending:
+            if not self._context.stubs.gradients_pending:
                 raise EngineError(
                     f"[ZW406] there is no gradient of {name!r} to be replaced: call it after the backward"
                 )
@@ -249,7 +249,7 @@ class ParameterAccess:
             if back and not self._guard.lost:  # what is gathered still has been written
                 with self._guard("the end of full_parameters", clean=False):
                     self._runtime.replay.lingering.gather_again()
-            if self._parts.config.gather_after_step and not self._guard.lost:
+            if self._context.config.gather_after_step and not self._guard.lost:
                 self.shown.open()
         for bucket in buckets:
             bucket.check_alone()
@@ -264,10 +264,10 @@ class ParameterAccess:
         """
         with self._guard(call):
             self._meet(f"{call}()")
-            values = dict(state.stream(self._parts))
-            shaped, found = bool(state.changing(self._parts) or state.extra_states(self._model)), dict[str, Any]()
+            values = dict(state.stream(self._context))
+            shaped, found = bool(state.changing(self._context) or state.extra_states(self._model)), dict[str, Any]()
             try:
-                found = state.of_modules(self._parts, values, self.shown.lent) if self._control.rank == 0 else {}
+                found = state.of_modules(self._context, values, self.shown.lent) if self._control.rank == 0 else {}
             except ParameterError:  # a forward has given a parameter another name
                 if shaped:
                     raise
@@ -278,14 +278,14 @@ class ParameterAccess:
         values, found = self._on_rank_0("full_on_rank_0")
         with self._guard.around("full_on_rank_0()"), ExitStack() as lent:
             if found and not self.shown.is_open:  # what is open already is more
-                lent.enter_context(self.shown.lent(state.own(self._parts, values)))
+                lent.enter_context(self.shown.lent(state.own(self._context, values)))
             yield found
 
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self._guard("stream_state_dict"):
             self._meet("stream_state_dict()")
             self.tell_left_out("stream_state_dict()")
-        items = state.stream(self._parts)
+        items = state.stream(self._context)
         try:
             while True:
                 with self._guard("stream_state_dict"):
@@ -299,7 +299,7 @@ class ParameterAccess:
 
     def tell_left_out(self, call: str) -> None:
         """Warns of what a call that goes bucket by bucket leaves out, as whole modules would be needed for it."""
-        if changing := state.changing(self._parts):
+        if changing := state.changing(self._context):
             warn(
                 f"{call} has parameters and buffers only: it leaves out what {', '.join(changing)} would add or change "
                 "by extra state, hooks or methods; engine.state_dict() and engine.full_on_rank_0() ask them",
@@ -310,7 +310,7 @@ class ParameterAccess:
         with self._guard("load_state_dict"):
             self._meet("load_state_dict()")
             with self.rewriting("load_state_dict()"):
-                state.load_state_dict(state_dict, self._parts, self.shown.lent)
+                state.load_state_dict(state_dict, self._context, self.shown.lent)
 
     @torch.no_grad()
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -333,15 +333,15 @@ class ParameterAccess:
         self._window.abort()
         self.shown.close()
         self._runtime.replay.lingering.let_go()
-        values = state.FullValues(self._runtime, self._parts.original_dtypes)
+        values = state.FullValues(self._runtime, self._context.original_dtypes)
         if self._optimizer is None or not optimizer_state:
             return values, Gathered({})
-        room = Room.now(self._parts.device).without(values.missing)  # what the parameters leave
+        room = Room.now(self._context.device).without(values.missing)  # what the parameters leave
         return values, self._optimizer.gather(self._runtime.transport, self._control, room)
 
     def give_back(self, values: state.FullValues, states: States) -> None:
         """The model and the optimizer are ordinary ones again, with what `whole` has found."""
-        self._parts.module_parameters.restore(values)
+        self._context.module_parameters.restore(values)
         if self._optimizer is not None:
             self._optimizer.destroy(states)
 
@@ -382,7 +382,7 @@ class ParameterAccess:
     def rewrite_views(self) -> None:
         """Views that user code keeps show new values. Collective."""
         lingering = self._runtime.replay.lingering
-        lingering.rewrite(self._parts.agreements.union("which parameters are viewed", lingering.viewed()))
+        lingering.rewrite(self._context.agreements.union("which parameters are viewed", lingering.viewed()))
 
 
 def tell_dropped(lacking: str, rank: int) -> None:

@@ -75,14 +75,14 @@ class Samples:
 
     def __init__(
         self,
-        parts: EngineContext,
+        context: EngineContext,
         scheduler: Scheduler,
         step: OptimizerStep,
         stats: Callable[[], Stats],
         path: Path,
         last: int | None,
     ) -> None:
-        self._parts, self._step, self._stats, self._path, self._last = parts, step, stats, path, last
+        self._context, self._step, self._stats, self._path, self._last = context, step, stats, path, last
         self._seconds: deque[tuple[int, float]] = deque(maxlen=_LONGEST)
         self._losses: deque[tuple[int, float]] = deque(maxlen=_LONGEST)
         self._newest: Step | None = None
@@ -93,7 +93,7 @@ class Samples:
     @classmethod
     def asked_for(
         cls,
-        parts: EngineContext,
+        context: EngineContext,
         scheduler: Scheduler,
         step: OptimizerStep,
         stats: Callable[[], Stats],
@@ -113,12 +113,12 @@ class Samples:
             raise EngineError(f"{FOLDER} must name a folder; {folder!r}: {error.strerror}") from None
         if last is not None and not last.isdecimal():
             raise EngineError(f"{STEPS} must be a whole number, not {last!r}")
-        path = Path(folder) / f"rank{parts.control.rank}.json"
-        return cls(parts, scheduler, step, stats, path, None if last is None else int(last))
+        path = Path(folder) / f"rank{context.control.rank}.json"
+        return cls(context, scheduler, step, stats, path, None if last is None else int(last))
 
     def step_ended(self, loss: torch.Tensor | None) -> None:
         """After each optimizer step. `loss`: what its gradients are of on this rank, None: unknown."""
-        number, steps = self._parts.progress.step, self._recording.steps
+        number, steps = self._context.progress.step, self._recording.steps
         if loss is not None:
             self._losses.append((number, float(loss)))
         if steps:
@@ -127,9 +127,9 @@ class Samples:
                 self._seconds.append((number, self._newest.seconds))
             steps[:] = [each for each in steps if each.schedule is steps[-1].schedule][-_MOST:]
             about = About(
-                **self._parts.described,
-                rank=self._parts.control.rank,
-                buckets=tuple(bucket.layout for bucket in self._parts.runtime.buckets.values()),
+                **self._context.described,
+                rank=self._context.control.rank,
+                buckets=tuple(bucket.layout for bucket in self._context.runtime.buckets.values()),
                 stats=self._stats(),
                 seconds=tuple(self._seconds),
                 losses=tuple(self._losses),
@@ -142,5 +142,5 @@ class Samples:
 def _measured(steps: list[Step], about: About) -> Measured:
     ordered = sorted(steps, key=lambda each: each.seconds)
     middle = len(ordered) // 2
-    others = tuple(ordered[place] for place in sorted({0, len(ordered) - 1} - {middle}))
+    others = tuple(ordered[index] for index in sorted({0, len(ordered) - 1} - {middle}))
     return Measured(ordered[middle], costs_of(steps), about.stats.compile_seconds, others, about.told())

@@ -79,16 +79,16 @@ class Recording:
 class Scheduler:
     """The schedules of one engine. `base`: what they are made from, before the settings are put in."""
 
-    def __init__(self, parts: EngineContext, base: Facts, headroom: Headroom) -> None:
+    def __init__(self, context: EngineContext, base: Facts, headroom: Headroom) -> None:
         self._headroom = headroom
-        self._parts, self._runtime, self._transport = parts, parts.runtime, parts.transport
-        self._agreements, self._guard, self._base = parts.agreements, parts.guard, base
-        self._journal = parts.journal
-        self._settle_on(settings_of(parts.config))
-        self.passes: list[Pass] = [*PASSES, *passes_of(parts.config)]
+        self._context, self._runtime, self._transport = context, context.runtime, context.transport
+        self._agreements, self._guard, self._base = context.agreements, context.guard, base
+        self._journal = context.journal
+        self._settle_on(settings_of(context.config))
+        self.passes: list[Pass] = [*PASSES, *passes_of(context.config)]
         self._accepted = tuple(self.passes)
         """those by which the last schedule was made"""
-        self._record_steps = parts.config.compile.record_steps
+        self._record_steps = context.config.compile.record_steps
         self._kinds = WindowKinds()
         self._kind: WindowKind | None = None
         """of what the next window follows"""
@@ -235,8 +235,8 @@ class Scheduler:
         self._agreements.schedule(better)
         if better.instructions != schedule.instructions:
             self._runtime.restart_peaks()
-            if len(self._kinds.schedules) == 1:  # windows of other kinds have places, too
-                self._runtime.places.spare()
+            if len(self._kinds.schedules) == 1:  # windows of other kinds have buffers, too
+                self._runtime.registered_buffers.spare()
             before, after = (1000 * simulate(each, agreed).seconds for each in (schedule, better))
             self._journal.tell(
                 "schedule", f"by what steps have cost: {after:.1f} ms a step predicted, {before:.1f} ms as before"
@@ -276,7 +276,7 @@ class Scheduler:
         )
         self._follow(WindowKind(smaller, None, costs, kind.measured, _WARM_STEPS + self._record_steps))
         self._kinds.restart(self._kind)  # the others were made with more room
-        self._runtime.places.spare()
+        self._runtime.registered_buffers.spare()
         self._runtime.restart_peaks()
         return True
 
@@ -336,7 +336,7 @@ class Scheduler:
         `measured`: the schedule whose costs it was made from. One that is made without costs, by settings that would
         decide by them, is followed until they have been measured.
         """
-        if not self._parts.between_windows:
+        if not self._context.between_windows:
             raise EngineError(
                 "[ZW402] the schedule can change between two optimizer steps only: after step() or zero_grad()"
             )
@@ -370,7 +370,7 @@ class Scheduler:
             return None
         costs, measured = (None, None) if self._kind is None else (self._kind.costs, self.measured)
         schedule = self._asked_for(current.record, settings, costs, measured)
-        self._runtime.places.spare()
+        self._runtime.registered_buffers.spare()
         self.use(schedule, settings, measured)
         return schedule
 

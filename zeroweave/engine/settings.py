@@ -121,12 +121,12 @@ def facts_of(
     """What schedules are made from, before the settings are put in.
 
     `there`: the buckets whose flat is their shard: they are always gathered, and that takes no memory. `least`: copy
-    engines gather buckets of at least so many bytes, each in a place; None: they gather none. `fixed`: all buckets have
-    fixed addresses, which CUDA graphs need; those that the stage keeps have them without a place.
+    engines gather buckets of at least so many bytes, each in a registered buffer; None: they gather none. `fixed`: all
+    buckets have fixed addresses, which CUDA graphs need; those that the stage keeps have them without one.
     """
     layouts = tuple(layouts)
     whole = config.gradient_clipping is not None or checks(config, layouts)
-    placed = frozenset(
+    registered = frozenset(
         b.id
         for b in layouts
         if b.world > 1 and ((least is not None and b.nbytes >= least) or (fixed and b.id not in policy.kept_by_stage))
@@ -140,8 +140,8 @@ def facts_of(
         update_by_bucket=in_turn and not whole,
         free=policy.free_threshold is not None,
         offload=policy.offload_threshold is not None,
-        placed=placed,
-        copied=frozenset() if least is None else placed,  # the memory of all places is registered then
+        registered=registered,
+        copied=frozenset() if least is None else registered,  # NCCL registers the memory of all buffers then
         replicated=frozenset(b.id for b in layouts if b.crosses and b.trainable),
         spread=frozenset(b.id for b in layouts if b.replicas > 1 and b.trainable),
     )

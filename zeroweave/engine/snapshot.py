@@ -28,15 +28,15 @@ class Snapshot:
     trained parameters, the optimizer state and the buffers, on their devices.
     """
 
-    def __init__(self, parts: EngineContext, window: Window, step: OptimizerStep) -> None:
-        self._runtime, device = parts.runtime, parts.device
+    def __init__(self, context: EngineContext, window: Window, step: OptimizerStep) -> None:
+        self._runtime, device = context.runtime, context.device
         self._schedule = self._runtime.replay.schedule
         self._runtime.transfers.finish()  # what is in host memory is read there
         self._trained = [b for b in self._runtime.buckets.values() if b.layout.trainable]
         owners = (self._runtime, self._runtime.replay, window, step)
         self._back: list[Callable[[], object]] = [owner.remember() for owner in owners]
         """each brings something back"""
-        self._back.append(partial(parts.progress.resume, parts.progress.step))
+        self._back.append(partial(context.progress.resume, context.progress.step))
         self._back.append(partial(random_numbers.restore, random_numbers.states(device), device))
         self._gathers = {bucket.id: bucket.gathers for bucket in self._runtime.buckets.values() if bucket.standing}
         """of those that stay gathered: how often they were"""
@@ -44,14 +44,14 @@ class Snapshot:
         for bucket in self._trained:
             for tensor in bucket.home.at_rest:
                 self._keep(tensor)
-        for module in parts.model.modules():
+        for module in context.model.modules():
             self._keep(module._buffers)
-        if parts.optimizer is not None:
-            self._keep(parts.optimizer.optimizer)
-            for moments in parts.optimizer.offload.compact.values():
+        if context.optimizer is not None:
+            self._keep(context.optimizer.optimizer)
+            for moments in context.optimizer.offload.compact.values():
                 self._keep(moments.coded)
                 self._keep(moments.slots)
-            self._back.append(parts.optimizer.states_changed)
+            self._back.append(context.optimizer.states_changed)
         if hasattr(step.lr_scheduler, "__dict__"):
             self._keep(vars(step.lr_scheduler))
 
@@ -99,22 +99,22 @@ class Snapshot:
 
 
 @contextmanager
-def tried_out(parts: EngineContext, window: Window, step: OptimizerStep, values: ParameterAccess) -> Iterator[Ledger]:
+def tried_out(context: EngineContext, window: Window, step: OptimizerStep, values: ParameterAccess) -> Iterator[Ledger]:
     """See `Engine.profiling`."""
-    transport, shown = parts.transport, values.shown
-    with parts.guard("profiling"):
+    transport, shown = context.transport, values.shown
+    with context.guard("profiling"):
         window.refuse_inside("profiling()")
         window.refuse_coalescing("profiling()")
-        if not parts.between_windows:
+        if not context.between_windows:
             raise EngineError("[ZW402] profiling() in the middle of a window: enter it after step() or zero_grad()")
         was_open = shown.is_open
         shown.close()
         window.abort()  # nothing stays gathered
-        before = Snapshot(parts, window, step)
+        before = Snapshot(context, window, step)
 
     def reopen() -> None:
-        if was_open and not parts.guard.lost and not parts.guard.dirty:
-            with parts.guard("profiling"):
+        if was_open and not context.guard.lost and not context.guard.dirty:
+            with context.guard("profiling"):
                 shown.open()
 
     with ExitStack() as after:  # all of it, whichever raises; the last first

@@ -52,7 +52,7 @@ class FullValues:
 
     def __call__(self, name: str) -> torch.Tensor:
         if name not in self._made:
-            bucket = self._runtime.buckets[self._runtime.directory.places[name][0]]
+            bucket = self._runtime.buckets[self._runtime.directory.slots[name][0]]
             self._make(bucket, bucket.values())
             if freed := _freed(bucket):
                 bucket.renew()  # a backward of an earlier forward finds that its values are gone
@@ -135,23 +135,23 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     return {f"{name}._extra_state" if name else "_extra_state": module for name, module in has.items()}
 
 
-def changing(parts: EngineContext, loading: bool = False) -> list[str]:
+def changing(context: EngineContext, loading: bool = False) -> list[str]:
     """The names of the modules that change what state dicts have, see `shapes_state_dict`."""
-    own = {handle.id for handle in parts.module_parameters.hooks}
-    named = parts.model.named_modules()
+    own = {handle.id for handle in context.module_parameters.hooks}
+    named = context.model.named_modules()
     return [name or "the model" for name, module in named if shapes_state_dict(module, own, loading)]
 
 
-def of_modules(parts: EngineContext, values: Mapping[str, torch.Tensor], lent: Lent) -> dict[str, Any]:
+def of_modules(context: EngineContext, values: Mapping[str, torch.Tensor], lent: Lent) -> dict[str, Any]:
     """Rank 0's state dict, as its modules make it of `values`, which `stream` has yielded. In host memory.
 
     Experts that not all ranks share follow the others, under the names of each.
     """
-    grouped = _grouped(parts)
-    named = parts.model.named_parameters(remove_duplicate=False)
+    grouped = _grouped(context)
+    named = context.model.named_parameters(remove_duplicate=False)
     foreign = tuple(f"{name}." for name, p in named if is_foreign(p))  # and what their modules add under these names
-    with lent(own(parts, values)), _buffers_on_host(parts.model):
-        found: dict[str, Any] = parts.model.state_dict()
+    with lent(own(context, values)), _buffers_on_host(context.model):
+        found: dict[str, Any] = context.model.state_dict()
     for key, value in [*found.items()]:
         if key in grouped or f"{key}.".startswith(foreign):
             del found[key]
@@ -161,34 +161,34 @@ def of_modules(parts: EngineContext, values: Mapping[str, torch.Tensor], lent: L
     return found
 
 
-def own(parts: EngineContext, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def own(context: EngineContext, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Of rank 0's `values`, by key of state dicts: its parameters', by canonical name."""
-    return {slot.name: values[layout.keys(slot.name)[0]] for layout, slot in _slots(parts)}
+    return {slot.name: values[layout.keys(slot.name)[0]] for layout, slot in _slots(context)}
 
 
-def _slots(parts: EngineContext) -> list[tuple[BucketLayout, Slot]]:
-    return [(b.layout, slot) for b in parts.runtime.buckets.values() for slot in b.layout.slots]
+def _slots(context: EngineContext) -> list[tuple[BucketLayout, Slot]]:
+    return [(b.layout, slot) for b in context.runtime.buckets.values() for slot in b.layout.slots]
 
 
-def _grouped(parts: EngineContext) -> dict[str, tuple[str, ...]]:
+def _grouped(context: EngineContext) -> dict[str, tuple[str, ...]]:
     """By each name of the experts that not all ranks share: their keys in state dicts."""
-    names, several = _all_names(parts), [(layout, slot) for layout, slot in _slots(parts) if layout.groups > 1]
+    names, several = _all_names(context), [(layout, slot) for layout, slot in _slots(context) if layout.groups > 1]
     return {name: layout.keys(name) for layout, slot in several for name in names[slot.name]}
 
 
-def stream(parts: EngineContext) -> Generator[tuple[str, torch.Tensor], None, None]:
+def stream(context: EngineContext) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Full parameters (tied ones under each name) and persistent buffers on the CPU of rank 0; nothing elsewhere.
 
     One bucket is gathered at a time; where each of several groups has its own, each group's in turn. A rank that
     leaves early still takes part in the other gathers.
     """
-    names = _all_names(parts)
-    wanted = parts.control.rank == 0
-    for bucket in parts.runtime.buckets.values():
-        for number, flat in enumerate(_each_group(parts.runtime, bucket)):
+    names = _all_names(context)
+    wanted = context.control.rank == 0
+    for bucket in context.runtime.buckets.values():
+        for number, flat in enumerate(_each_group(context.runtime, bucket)):
             views = bucket.views(flat)
             for slot, view in zip(bucket.layout.slots, views, strict=True) if wanted else ():
-                value = cast(view, parts.original_dtypes[slot.name]).to("cpu", copy=True)
+                value = cast(view, context.original_dtypes[slot.name]).to("cpu", copy=True)
                 try:
                     for name in names[slot.name]:
                         yield bucket.layout.keys(name)[number], value
@@ -197,69 +197,69 @@ def stream(parts: EngineContext) -> Generator[tuple[str, torch.Tensor], None, No
                     break
             del views, flat
     if wanted:
-        for name, buffer in persistent_buffers(parts.model, every_name=True):
+        for name, buffer in persistent_buffers(context.model, every_name=True):
             yield name, buffer.detach().to("cpu", copy=True)
 
 
-def listed(parts: EngineContext) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+def listed(context: EngineContext) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
     """Name, shape and dtype of all that `stream` yields, in its order. Local."""
-    for key, _, slot in keys(parts):
-        yield key, slot.shape, parts.original_dtypes[slot.name]
-    for name, buffer in persistent_buffers(parts.model, every_name=True):
+    for key, _, slot in keys(context):
+        yield key, slot.shape, context.original_dtypes[slot.name]
+    for name, buffer in persistent_buffers(context.model, every_name=True):
         yield name, tuple(buffer.shape), buffer.dtype
 
 
-def keys(parts: EngineContext) -> Iterator[tuple[str, str, Slot]]:
+def keys(context: EngineContext) -> Iterator[tuple[str, str, Slot]]:
     """Each key of a parameter in state dicts, that of its canonical name, and its slot; as `stream` has them. Local."""
-    names = _all_names(parts)
-    for bucket in parts.runtime.buckets.values():
+    names = _all_names(context)
+    for bucket in context.runtime.buckets.values():
         for number in range(bucket.layout.groups):
             for slot in bucket.layout.slots:
                 for name in names[slot.name]:
                     yield bucket.layout.keys(name)[number], bucket.layout.keys(slot.name)[number], slot
 
 
-def _all_names(parts: EngineContext) -> dict[str, tuple[str, ...]]:
+def _all_names(context: EngineContext) -> dict[str, tuple[str, ...]]:
     """Canonical name -> all names of the parameter, that one first. ParameterError where others have come."""
-    parts.module_parameters.check()
-    return parts.module_parameters.all_names
+    context.module_parameters.check()
+    return context.module_parameters.all_names
 
 
-def _by_modules(given: Mapping[str, Any], parts: EngineContext, lent: Lent) -> dict[str, Any]:
+def _by_modules(given: Mapping[str, Any], context: EngineContext, lent: Lent) -> dict[str, Any]:
     """What rank 0's modules load of a state dict, under the names of `stream`, and what they do not know.
 
     Extra state is there by name alone: the modules have it then. What they raise comes as ParameterError.
     """
-    grouped, buckets = _grouped(parts), parts.runtime.buckets
+    grouped, buckets = _grouped(context), context.runtime.buckets
     separate = {key: given[key] for keys in grouped.values() for key in keys if key in given}
-    slots = [(slot, buckets[layout.id].shard.dtype) for layout, slot in _slots(parts)]
+    slots = [(slot, buckets[layout.id].shard.dtype) for layout, slot in _slots(context)]
     full = {slot.name: torch.empty(slot.shape, dtype=dtype, device="cpu") for slot, dtype in slots}
-    with lent(full), _buffers_on_host(parts.model):
+    with lent(full), _buffers_on_host(context.model):
         try:
             mine = {key: given[key] for key in given if key not in separate} if separate else given
-            told = parts.model.load_state_dict(mine, strict=False)
+            told = context.model.load_state_dict(mine, strict=False)
         except Exception as error:  # of any kind: the other ranks wait to be told
             raise ParameterError(f"[ZW208] {type(error).__name__}: {error}") from error
-        found = full | dict(persistent_buffers(parts.model)) | extra_states(parts.model)
+        found = full | dict(persistent_buffers(context.model)) | extra_states(context.model)
     for key in (*told.missing_keys, *grouped):
         found.pop(key, None)
     return found | separate | dict.fromkeys(told.unexpected_keys)
 
 
 @torch.no_grad()
-def load_state_dict(given: Mapping[str, Any], parts: EngineContext, lent: Lent) -> None:
+def load_state_dict(given: Mapping[str, Any], context: EngineContext, lent: Lent) -> None:
     """Rank 0's full values into every rank's shards, masters and buffers, and its extra state. All or nothing."""
-    runtime, buffers = parts.runtime, dict(persistent_buffers(parts.model))
-    shapes = {key: slot.shape for layout, slot in _slots(parts) for key in layout.keys(slot.name)}
+    runtime, buffers = context.runtime, dict(persistent_buffers(context.model))
+    shapes = {key: slot.shape for layout, slot in _slots(context) for key in layout.keys(slot.name)}
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-    extra = extra_states(parts.model)
-    known = {key for key, _, _ in keys(parts)} | dict(persistent_buffers(parts.model, every_name=True)).keys()
+    extra = extra_states(context.model)
+    known = {key for key, _, _ in keys(context)} | dict(persistent_buffers(context.model, every_name=True)).keys()
     problems, before = "", dict[str, Any]()
-    if parts.control.rank == 0:
-        if changing(parts, loading=True):
+    if context.control.rank == 0:
+        if changing(context, loading=True):
             before = {name: copy.deepcopy(module.get_extra_state()) for name, module in extra.items()}
             try:
-                given = _by_modules(given, parts, lent)
+                given = _by_modules(given, context, lent)
             except ParameterError as error:
                 problems = str(error)
         present = set(given)  # asking `given` itself might read a tensor each time
@@ -272,7 +272,7 @@ def load_state_dict(given: Mapping[str, Any], parts: EngineContext, lent: Lent) 
         ]
         parts_of = {"missing": missing, "unknown": unknown, "of another shape": wrong}
         problems = problems or "; ".join(f"{what}: {', '.join(which)}" for what, which in parts_of.items() if which)
-    problems = parts.control.broadcast_object(problems, label="load_state_dict")
+    problems = context.control.broadcast_object(problems, label="load_state_dict")
     if problems:
         for name, state in before.items():
             extra[name].set_extra_state(state)
@@ -280,7 +280,7 @@ def load_state_dict(given: Mapping[str, Any], parts: EngineContext, lent: Lent) 
     for bucket in runtime.buckets.values():
         full = torch.zeros(bucket.layout.numel, dtype=bucket.shard.dtype, device=bucket.device)
         for number in range(bucket.layout.groups):
-            if parts.control.rank == 0:
+            if context.control.rank == 0:
                 for view, slot in zip(bucket.views(full), bucket.layout.slots, strict=True):
                     view.copy_(given[bucket.layout.keys(slot.name)[number]])
             runtime.transport.broadcast(full)
@@ -288,15 +288,15 @@ def load_state_dict(given: Mapping[str, Any], parts: EngineContext, lent: Lent) 
                 bucket.put(bucket.slice(full).clone())
         bucket.renew()
     for name, buffer in buffers.items():
-        if parts.control.rank == 0:
+        if context.control.rank == 0:
             buffer.copy_(given[name])
         share(buffer, runtime)
     if extra:
         told = io.BytesIO()
-        if parts.control.rank == 0:
+        if context.control.rank == 0:
             torch.save({name: module.get_extra_state() for name, module in extra.items()}, told)
-        told = io.BytesIO(parts.control.broadcast_object(told.getvalue(), label="extra state"))
-        if parts.control.rank:
+        told = io.BytesIO(context.control.broadcast_object(told.getvalue(), label="extra state"))
+        if context.control.rank:
             for name, state in torch.load(told, map_location="cpu", weights_only=False).items():  # of this very program
                 extra[name].set_extra_state(state)
 
@@ -309,6 +309,6 @@ def share(buffer: torch.Tensor, runtime: Runtime) -> None:
         buffer.copy_(plain)
 
 
-def names_of(parts: EngineContext) -> dict[int, str]:
+def names_of(context: EngineContext) -> dict[int, str]:
     """The canonical name of each of the user's parameters, by `id`."""
-    return {id(parameter): name for name, parameter in parts.module_parameters.names.items()}
+    return {id(parameter): name for name, parameter in context.module_parameters.names.items()}

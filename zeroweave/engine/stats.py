@@ -22,7 +22,7 @@ class Memory:
     are gathered. At most at once, since the last change of the schedule by measured times or by `engine.reschedule`:
     `gradients`, the reduced ones; `local_sums`, what backwards without a reduction have added up; `flats_peak`, all
     flats that were unsharded; `gradient_flats_peak`, the gradient flats of reductions in flight. `symmetric`: the
-    places at fixed addresses; flats are stored there, and they stay. `graphs`: what CUDA graphs hold for their replays,
+    registered buffers; flats are stored there, and they stay. `graphs`: what CUDA graphs hold for their replays,
     besides the tensors that are stored there. With offload, what is gathered of a master in host memory
     counts as a shard; `host_…` is what of the same figures is in host memory.
     """
@@ -64,7 +64,7 @@ class Memory:
             local_sums=runtime.gradients.local_peak,
             flats_peak=runtime.flats.peak,
             gradient_flats_peak=runtime.gradients.flats.peak,
-            symmetric=runtime.places.nbytes,
+            symmetric=runtime.registered_buffers.nbytes,
             graphs=graphs,
             host_shards=sum(home.source.nbytes for home in sources if home.source_on_host),
             host_masters=sum(host.tensor.nbytes for home in masters for host in home.hosts),
@@ -133,8 +133,10 @@ class Stats:
     device: DeviceMemory = DeviceMemory()
 
     @classmethod
-    def read(cls, parts: EngineContext, calls: Calls, last_step: Mapping[str, Traffic], scheduler: Scheduler) -> Stats:
-        runtime, templates, graphs = parts.runtime, calls.templates, parts.runtime.graphs
+    def read(
+        cls, context: EngineContext, calls: Calls, last_step: Mapping[str, Traffic], scheduler: Scheduler
+    ) -> Stats:
+        runtime, templates, graphs = context.runtime, calls.templates, context.runtime.graphs
         offloading = runtime.activations.offloading
         compiled = {} if templates is None else templates.phases.seconds
         return cls(
@@ -157,21 +159,21 @@ class Stats:
             offloaded_activations=0 if offloading is None else offloading.moved_before,
             offloaded_peak=0 if offloading is None else offloading.host.peak,
             on_demand_reloads=0 if offloading is None else offloading.on_demand,
-            gathers=_gathers(parts),
+            gathers=_gathers(context),
             last_step=dict(last_step),
-            total=dict(parts.progress.ledger.totals()),
-            memory=Memory.read(runtime, parts.optimizer, 0 if graphs is None else graphs.nbytes),
+            total=dict(context.progress.ledger.totals()),
+            memory=Memory.read(runtime, context.optimizer, 0 if graphs is None else graphs.nbytes),
             device=DeviceMemory(
-                allocated=parts.transport.clock.peak(),
-                reserved=parts.transport.clock.reserved(),
+                allocated=context.transport.clock.peak(),
+                reserved=context.transport.clock.reserved(),
                 foreseen=scheduler.foreseen,
                 budget=None if scheduler.schedule is None else scheduler.schedule.facts.memory,
             ),
         )
 
 
-def _gathers(parts: EngineContext) -> str:
-    refused = parts.runtime.places.refused
-    if refused is None or parts.gathers.least is None:
-        return str(parts.gathers)
-    return f"{parts.gathers}; by kernel from {refused / (1 << 20):g} MiB on, as there was no memory left"
+def _gathers(context: EngineContext) -> str:
+    refused = context.runtime.registered_buffers.refused
+    if refused is None or context.gathers.least is None:
+        return str(context.gathers)
+    return f"{context.gathers}; by kernel from {refused / (1 << 20):g} MiB on, as there was no memory left"

@@ -29,7 +29,7 @@ class OptimizerStep:
 
     def __init__(
         self,
-        parts: EngineContext,
+        context: EngineContext,
         window: Window,
         scaler: Scaler,
         scheduler: Scheduler,
@@ -37,7 +37,7 @@ class OptimizerStep:
         adaptive: Adaptive | None,
         lr_scheduler: Any,
     ) -> None:
-        self._parts, self._config, self._runtime = parts, parts.config, parts.runtime
+        self._context, self._config, self._runtime = context, context.config, context.runtime
         self._window, self.scaler, self._scheduler, self._shown = window, scaler, scheduler, shown
         self._adaptive, self.lr_scheduler = adaptive, lr_scheduler
         self.applied = False
@@ -46,9 +46,9 @@ class OptimizerStep:
         """steps that did not, because gradients were not finite"""
         self.executed: tuple[Instruction, ...] = ()
         """the instructions of the last one"""
-        self.traffic = parts.progress.ledger.step()
+        self.traffic = context.progress.ledger.step()
         """what the last one and its window have sent; at first, what `initialize` has"""
-        parts.progress.ledger.begin_step()
+        context.progress.ledger.begin_step()
 
     def remember(self) -> Callable[[], None]:
         """Returns a function that restores what steps change, here and in the scaler."""
@@ -67,7 +67,7 @@ class OptimizerStep:
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """See `Engine.clip_grad_norm_`."""
-        with self._parts.guard("clip_grad_norm_"):
+        with self._context.guard("clip_grad_norm_"):
             self._window.reduce_rest("clip_grad_norm_()")
             return self.scaler.clip(max_norm)
 
@@ -86,7 +86,7 @@ class OptimizerStep:
         candidate = self._scheduler.candidate(followed)
         found = self._agree(candidate)
         if (departure := self._runtime.replay.departure) is not None:
-            self._parts.journal.tell("departed", departure)
+            self._context.journal.tell("departed", departure)
         gradients = self._runtime.gradients
         absent = gradients.absent(found.had_gradient)
         applies = self._may_apply(found.decision.nonfinite)
@@ -108,7 +108,7 @@ class OptimizerStep:
         if not followed:
             needed = replay.record.needed()
             if not replay.keeps_all:  # else ranks may compute different things, and each records its own
-                needed = self._parts.agreements.union("what the backwards needed", needed)
+                needed = self._context.agreements.union("what the backwards needed", needed)
             replay.record.prune(needed)
         return followed
 
@@ -116,7 +116,7 @@ class OptimizerStep:
         """What the ranks know of the step together, once no gradient is late."""
         gradients, lingering, scaler = self._runtime.gradients, self._runtime.replay.lingering, self.scaler
         while True:
-            found = self._parts.agreements.step(
+            found = self._context.agreements.step(
                 gradients.had_gradient(),
                 gradients.late(),
                 lingering.viewed(),
@@ -130,13 +130,13 @@ class OptimizerStep:
 
     def _options(self) -> Options:
         """By which this rank would update at the end of the present window, as they are now."""
-        optimizer = self._parts.optimizer
+        optimizer = self._context.optimizer
         found = {} if optimizer is None else shared_options(optimizer.optimizer, optimizer.shared)
         return {**found, "'max_norm' of clip_grad_norm_": numbers_of(self.scaler.limits)}
 
     def _update(self, absent: dict[int, frozenset[int]]) -> None:
         """`absent`: for each trained bucket the slots that no rank had a gradient for."""
-        optimizer = self._parts.optimizer
+        optimizer = self._context.optimizer
         assert optimizer is not None  # `Window.ends` refuses else
         replay, updates = self._runtime.replay, frozenset(absent)
         if self._config.gradient_clipping is not None:
@@ -155,24 +155,24 @@ class OptimizerStep:
 
     def _begin_next(self, candidate: Schedule, found: Found, applied: bool) -> None:
         """The window is over, and another begins."""
-        runtime, parts = self._runtime, self._parts
+        runtime, context = self._runtime, self._context
         runtime.next_window(self._scheduler.next(candidate, found.decision, applied))
         runtime.release_kept()
         if applied:
             torch.clear_autocast_cache()  # an autocast around several steps has kept casts of what parameters were
             runtime.replay.lingering.rewrite(found.viewed)
         self.scaler.next_window(stepped=applied)
-        if self._adaptive is not None and applied and not parts.transport.skips:
+        if self._adaptive is not None and applied and not context.transport.skips:
             self._adaptive.step_ended(self._scheduler.settled)
-        parts.stubs.gradients_gone()
-        parts.progress.step_ended()
+        context.stubs.gradients_gone()
+        context.progress.step_ended()
         if applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()
         if self._config.gather_after_step:
             self._shown.open()
-        if not parts.transport.skips:
-            self.traffic = parts.progress.ledger.step()
-            parts.progress.ledger.begin_step()
+        if not context.transport.skips:
+            self.traffic = context.progress.ledger.step()
+            context.progress.ledger.begin_step()
 
     # ------------------------------------------------------------------ steps that are skipped
     def _may_apply(self, nonfinite: bool) -> bool:
@@ -190,9 +190,9 @@ class OptimizerStep:
         scale.update(overflow=True)
         self.skipped += 1
         scales = f"the loss scale was {before:g} and is {scale.value:g}; " if scale.dynamic else ""
-        self._parts.journal.tell(
+        self._context.journal.tell(
             "skipped",
-            f"optimizer step {self._parts.progress.step} skipped, because gradients are infinite or NaN; {scales}"
+            f"optimizer step {self._context.progress.step} skipped, because gradients are infinite or NaN; {scales}"
             f"{self.skipped} skipped so far",
             logging.WARNING,
         )
@@ -207,9 +207,9 @@ class OptimizerStep:
             for index, slot in enumerate(bucket.layout.slots)
             if not bucket.fragment(shard, index).isfinite().all()
         ]
-        ranks = self._parts.control.all_gather_object(here, "which gradients are not finite")
+        ranks = self._context.control.all_gather_object(here, "which gradients are not finite")
         names = sorted({name for names in ranks for name in names})
         return (
-            f"step {self._parts.progress.step}: the gradients of {listed([*map(repr, names)])} are infinite or NaN; "
+            f"step {self._context.progress.step}: the gradients of {listed([*map(repr, names)])} are infinite or NaN; "
             "nothing was written. Call engine.zero_grad() to go on without this step"
         )

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from zeroweave._torch.distributed import end_process_group
 from zeroweave.comm.copy_engine import Asked, Choice, CopyEngines, choose, no_room, refused
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.places import Places
 from zeroweave.comm.process_group import make_transport, own_group
+from zeroweave.comm.registered_buffers import RegisteredBuffers
 from zeroweave.comm.transport import Transport
 from zeroweave.layout import ACROSS, INSIDE, WORLD, BucketLayout
 from zeroweave.notices import Journal
@@ -64,7 +64,7 @@ def gather_by(
     communicators: Communicators,
     layouts: Sequence[BucketLayout],
     journal: Journal,
-) -> tuple[Places, Choice]:
+) -> tuple[RegisteredBuffers, Choice]:
     """Where buckets are gathered by copy engine, and why, or why none is; puts copy engines around `transports`.
 
     Collective. The communicators are made here.
@@ -72,24 +72,24 @@ def gather_by(
     control, device = communicators.control, communicators.device
     largest = max((b.nbytes for b in layouts), default=0)
     if why := refused(asked, control, device, largest, communicators.replicas):
-        return Places(), Choice(why)
+        return RegisteredBuffers(), Choice(why)
     engines = CopyEngines(control, device)
-    places = Places(
+    registered = RegisteredBuffers(
         engines.make,
         communicators.ledger.gauge("symmetric memory"),
         lambda nbytes: journal.warn("fallback", no_room(nbytes, engines.why_not)),
     )
     with ExitStack() as started:
         started.callback(engines.close)
-        started.callback(places.close)
+        started.callback(registered.close)
         timeout = backstop(control.deadline_seconds)
         joined = {WORLD: engines.join(timeout)}
         joined |= {name: engines.join(timeout, count) for name, count in communicators.groups.items()}
         choice = choose(asked, engines)
         if choice.least is None:
-            return Places(), choice
+            return RegisteredBuffers(), choice
         at_end(communicators.ends, started.pop_all(), lambda: control.broken is not None)
     for name, own in joined.items():
         if own is not None:
             transports[name] = engines.around(transports[name], own, communicators.ledger, name)
-    return places, choice
+    return registered, choice

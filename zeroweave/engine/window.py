@@ -21,7 +21,7 @@ from zeroweave.engine.scheduler import Scheduler
 from zeroweave.errors import EngineError, UnsupportedWindow
 from zeroweave.notices import warn
 from zeroweave.optim.scaler import Scaler
-from zeroweave.runtime.backward import Observer
+from zeroweave.runtime.backward_order import Observer
 
 Block = Literal["no_sync", "coalesce_grad_reduction"]
 
@@ -35,8 +35,15 @@ class Window(Observer):
     The `refuse_…` methods raise EngineError where `what`, a call as users write it, cannot be done now.
     """
 
-    def __init__(self, parts: EngineContext, scaler: Scaler, scheduler: Scheduler, shown: ParameterVisibility) -> None:
-        self._parts, self._config, self._runtime, self._guard = parts, parts.config, parts.runtime, parts.guard
+    def __init__(
+        self, context: EngineContext, scaler: Scaler, scheduler: Scheduler, shown: ParameterVisibility
+    ) -> None:
+        self._context, self._config, self._runtime, self._guard = (
+            context,
+            context.config,
+            context.runtime,
+            context.guard,
+        )
         self._scaler, self._scheduler, self._shown = scaler, scheduler, shown
         self.micro_steps = 0
         """micro-steps since the engine was made"""
@@ -72,8 +79,8 @@ class Window(Observer):
         self._scheduler.window_began()
 
     def forward_began(self) -> None:
-        if self._parts.optimizer is not None:
-            self._parts.optimizer.offload.recall()
+        if self._context.optimizer is not None:
+            self._context.optimizer.offload.recall()
 
     # ------------------------------------------------------------------ backwards
     def scale(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
@@ -103,22 +110,22 @@ class Window(Observer):
             raise EngineError("[ZW407] a backward of a loss that was made before engine.destroy(): call it before")
         self._scaler.settle_clipping()
         self._shown.show()
-        if (optimizer := self._parts.optimizer) is not None and self.is_boundary():
+        if (optimizer := self._context.optimizer) is not None and self.is_boundary():
             optimizer.offload.run_ahead()
 
     def backward_ended(self, trained: bool) -> None:
         self._shown.hide()
-        if self._parts.optimizer is not None:
-            self._parts.optimizer.offload.stand()
+        if self._context.optimizer is not None:
+            self._context.optimizer.offload.stand()
         if not trained:
             return
         self._backwards += 1
-        self._parts.stubs.gradients_wait()
+        self._context.stubs.gradients_wait()
         if not (self._scaled or self._warned):
             self._warn_unscaled()
         self._scaled = False
         if self._config.debug.check_every_step:
-            self._parts.agreements.backward()
+            self._context.agreements.backward()
 
     def _warn_unscaled(self) -> None:
         """A plain `loss.backward()`: warns once where it looks unintended."""
@@ -130,7 +137,7 @@ class Window(Observer):
             warn(
                 f"loss.backward() does not {' or '.join(missing)}; use engine.backward(loss) or "
                 "engine.scale(loss).backward() unless the loss is scaled already",
-                self._parts.control.rank,
+                self._context.control.rank,
             )
 
     # ------------------------------------------------------------------ blocks whose backwards do not reduce
@@ -155,7 +162,7 @@ class Window(Observer):
         self.refuse_coalescing(what)
         self._runtime.reduce_rest()
         gradients = self._runtime.gradients
-        if late := gradients.marked(self._parts.agreements.union("late gradients", gradients.late())):
+        if late := gradients.marked(self._context.agreements.union("late gradients", gradients.late())):
             self._runtime.replay.reduce_late(late)
         gradients.settle_all()
 
@@ -174,7 +181,7 @@ class Window(Observer):
 
     def ends(self) -> bool:
         """`step()` is called, unless it is refused. True if it ends the window."""
-        if self._parts.optimizer is None:
+        if self._context.optimizer is None:
             raise EngineError("[ZW405] step() needs an optimizer: pass one to zeroweave.initialize")
         self.refuse_inside("step()", profiling=False)
         self.refuse_coalescing("step()")
@@ -203,14 +210,14 @@ class Window(Observer):
             self._scheduler.abort()
             self._shown.reset()
             self._scaler.next_window()
-            self._parts.stubs.gradients_gone()
+            self._context.stubs.gradients_gone()
             self._backwards = self._steps = 0
             self._scaled = self._coalesced = False
 
     # ------------------------------------------------------------------ refusals
     def refuse_inside(self, what: str, profiling: bool = True) -> None:
         """In blocks where values mean nothing, or are the user's."""
-        if profiling and self._parts.transport.skips:
+        if profiling and self._context.transport.skips:
             raise EngineError(
                 f"[ZW402] {what} inside `with engine.profiling():`, where values mean nothing: leave it first"
             )
@@ -236,7 +243,7 @@ class Window(Observer):
 
     def refuse_waiting(self, what: str) -> None:
         """In the middle of a window."""
-        if self._parts.stubs.gradients_pending or self._steps:
+        if self._context.stubs.gradients_pending or self._steps:
             raise EngineError(
                 f"[ZW402] {what} while gradients wait: call it after the step() that ends the window, or zero_grad()"
             )
@@ -247,16 +254,16 @@ class Window(Observer):
         if self.defers is not None:
             raise EngineError("[ZW402] coalesce_grad_reduction() inside `with engine.no_sync():`: leave it first")
         self.refuse_computing("coalesce_grad_reduction()", "enter it around them")
-        if self._parts.optimizer is None:
+        if self._context.optimizer is None:
             raise EngineError("[ZW405] coalesce_grad_reduction() needs an optimizer: pass one to zeroweave.initialize")
-        kinds = {kind.__name__ for module in self._parts.model.modules() for kind in type(module).__mro__}
+        kinds = {kind.__name__ for module in self._context.model.modules() for kind in type(module).__mro__}
         if pipelines := kinds & _PIPELINES:
             raise UnsupportedWindow(
                 f"coalesce_grad_reduction() with a pipeline module ({', '.join(sorted(pipelines))}): it runs the "
                 "backwards of its micro-batches by itself and reduces when its own schedule says; train each stage's "
                 "plain module"
             )
-        optimizer = self._parts.optimizer.optimizer
+        optimizer = self._context.optimizer.optimizer
         if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
             raise UnsupportedWindow(
                 f"coalesce_grad_reduction() with {type(optimizer).__name__}, an optimizer wrapper that hides "

@@ -64,8 +64,8 @@ def moved(shown: Mapping[str, torch.Tensor], buckets: Sequence[Bucket]) -> str:
 
     `shown`: what was handed out, by name. Returns in words what cannot be copied; else "".
     """
-    places = (each for b in buckets for each in zip(b.layout.slots, b.real, b.views(b.flat), strict=True))
-    for slot, real, there in places:
+    slots = (each for b in buckets for each in zip(b.layout.slots, b.real, b.views(b.flat), strict=True))
+    for slot, real, there in slots:
         name, view = slot.name, shown[slot.name]
         if view.data_ptr() == there.data_ptr() and view.stride() == there.stride() and view.shape == there.shape:
             continue

@@ -35,7 +35,7 @@ from zeroweave.integrations.wrapped import (
     refuse_other_device,
     settings_of,
 )
-from zeroweave.optim.several import given, is_optimizer
+from zeroweave.optim.multi_optimizer import given, is_optimizer
 
 StrPath = str | os.PathLike[str]
 

@@ -19,7 +19,7 @@ from zeroweave.config import Config
 from zeroweave.engine import Engine
 from zeroweave.errors import ConfigError, EngineError, UnsupportedError
 from zeroweave.integrations.pretrained import converted
-from zeroweave.optim.several import WholeMatrices
+from zeroweave.optim.multi_optimizer import WholeMatrices
 
 try:
     import accelerate

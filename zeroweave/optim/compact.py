@@ -1,7 +1,7 @@
 """The moments of a bucket in 8 bits an element: between two updates the optimizer's state has none in float32.
 
     land     the update finds them in float32: `optimizer.state` refers to them
-    lower    they are coded, see `optim.codes`, and `optimizer.state` drops them
+    lower    they are coded, see `optim.quantize8`, and `optimizer.state` drops them
 
 Step counters, and all else that an optimizer keeps, stay in its state. That decides: where it has no step counter of a
 parameter, since the program has emptied it for instance, there are no moments either.
@@ -18,8 +18,8 @@ from zeroweave._torch.storages import storage_key
 from zeroweave.comm.rounding import noise_
 from zeroweave.errors import ParameterError, listed
 from zeroweave.layout import BucketLayout
-from zeroweave.optim.codes import Coded, decode, encode_
 from zeroweave.optim.fragments import FragmentMoment, Fragments, moments_of
+from zeroweave.optim.quantize8 import Coded, decode, encode_
 from zeroweave.runtime.bucket import Bucket
 
 CODES: Final[Mapping[str, torch.dtype]] = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
@@ -148,9 +148,9 @@ class CompactMoments:
 
     def _coded(self, slot: int) -> dict[str, Coded]:
         """The same, of a slot that is to be forgotten, too."""
-        place = self._bucket.layout.fragment(slot, self._bucket.rank)
+        part = self._bucket.layout.fragment(slot, self._bucket.rank)
         keys = self.slots.get(slot, [])
-        return {key: self.coded[key].of(place.start, place.start + place.numel) for key in keys}
+        return {key: self.coded[key].of(part.start, part.start + part.numel) for key in keys}
 
     def outline(self, slot: int) -> dict[str, torch.Tensor]:
         """What `decode` would make of `parts`, without memory."""

@@ -25,8 +25,8 @@ class Fragments:
     def __init__(self, bucket: Bucket) -> None:
         layout, rank = bucket.layout, bucket.rank
         self._dtype, self._home = bucket.shard.dtype, bucket.home
-        places = [layout.fragment(slot, rank) for slot in range(len(layout.slots))]
-        self._ranges = [(place.start, place.start + place.numel) for place in places]
+        parts = [layout.fragment(slot, rank) for slot in range(len(layout.slots))]
+        self._ranges = [(part.start, part.start + part.numel) for part in parts]
         self.parameters = tuple(nn.Parameter(view) for view in self._home.cut(self._ranges))
         self.starts = tuple(start for start, _ in self._ranges)
         self.numel = bucket.shard.numel()
@@ -59,7 +59,7 @@ class Fragments:
 
 
 class FragmentMoment(NamedTuple):
-    """One moment of one fragment: `held[key]`, with its place at `start` of all of that kind of the bucket."""
+    """One moment of one fragment: `held[key]`, which begins at `start` of all of that kind of the bucket."""
 
     slot: int
     start: int

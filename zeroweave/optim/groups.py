@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zeroweave.errors import ParameterError
-from zeroweave.optim.several import members_of
+from zeroweave.optim.multi_optimizer import members_of
 
 
 class Groups:

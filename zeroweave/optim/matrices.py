@@ -26,7 +26,7 @@ from torch import nn
 from zeroweave._torch.foreach import foreach_copy_
 from zeroweave.comm.transport import Messages, Pending, Transport
 from zeroweave.errors import ParameterError
-from zeroweave.layout import BucketLayout, Fragment, place_whole, round_up
+from zeroweave.layout import BucketLayout, Fragment, SlotKey, owners_of_whole, round_up
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.states import Told, merged, tell, value_of
 from zeroweave.ranks.control import Control
@@ -35,9 +35,7 @@ from zeroweave.runtime.bucket import Bucket
 _ALIGN: Final = 16
 """Bytes; what the widest element wants."""
 
-Place = tuple[int, int]
-"""(bucket id, slot index)"""
-Known = dict[Place, dict[Any, Told]]
+Known = dict[SlotKey, dict[Any, Told]]
 """What optimizers hold of matrices, by the key of the state; nothing of those of which they hold nothing yet."""
 Role = Literal["gradient", "master", "state"]
 
@@ -68,7 +66,7 @@ class Cargo(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a message has of one kind of one matrix: its place in the parameter, and the byte at which it starts."""
+    """What a message has of one kind of one matrix: its range in the parameter, and the byte at which it starts."""
 
     slot: int
     kind: Kind
@@ -96,7 +94,7 @@ def message(layout: BucketLayout, cargo: Iterable[Cargo], rank: int) -> tuple[tu
     """The pieces of the message between the owner of these matrices and `rank`, which has fragments; and its bytes."""
     pieces, end = [], 0
     for slot, kinds in cargo:
-        fragment = layout.fragment(slot, layout.place(rank))
+        fragment = layout.fragment(slot, layout.group_rank(rank))
         for kind in kinds if fragment.numel else ():
             pieces.append(Piece(slot, kind, fragment, end))
             end = round_up(end + fragment.numel * kind.dtype.itemsize, _ALIGN)
@@ -115,7 +113,7 @@ class Route(NamedTuple):
     """by the holder's rank, what it has of this one's matrices"""
 
 
-def route(layout: BucketLayout, cargo: Sequence[Cargo], owners: Mapping[Place, int], rank: int, world: int) -> Route:
+def route(layout: BucketLayout, cargo: Sequence[Cargo], owners: Mapping[SlotKey, int], rank: int, world: int) -> Route:
     """The way of what travels of a bucket, as `rank` of `world` sees it."""
     by_owner = [[each for each in cargo if owners[layout.id, each.slot] == owner] for owner in range(world)]
     payload = sum(message(layout, load, holder)[1] for load in by_owner for holder in range(world))
@@ -127,23 +125,23 @@ def route(layout: BucketLayout, cargo: Sequence[Cargo], owners: Mapping[Place, i
 class Matrices:
     """The matrices of one engine that are updated as wholes; those of `owned` by this rank.
 
-    `places`: those of `whole`, by the user's parameter. `members`: which optimizer a slot belongs to. Memory while
+    `matrices`: those of `whole`, by the user's parameter. `members`: which optimizer a slot belongs to. Memory while
     buckets are updated: gradient, master and states of the own matrices of all of them, and messages of two buckets.
     """
 
     def __init__(
         self,
         whole: Whole,
-        places: Iterable[Place],
+        matrices: Iterable[SlotKey],
         buckets: Mapping[int, Bucket],
         fragments: Mapping[int, Fragments],
-        members: Mapping[Place, torch.optim.Optimizer],
+        members: Mapping[SlotKey, torch.optim.Optimizer],
         device: torch.device,
     ) -> None:
         self._transport, self._control = whole.transport, whole.control
         self._buckets, self._fragments, self._members = buckets, fragments, members
         self._device = device
-        self.owners = place_whole([bucket.layout for bucket in buckets.values()], places, whole.control.world)
+        self.owners = owners_of_whole([bucket.layout for bucket in buckets.values()], matrices, whole.control.world)
         """the rank that updates each"""
         rank = whole.control.rank
         self.owned = {
@@ -175,87 +173,91 @@ class Matrices:
         states that cannot be cut.
         """
         slots = {bucket: sorted(slot for b, slot in self.owners if b == bucket) for bucket in buckets}
-        places = [(bucket, slot) for bucket in buckets for slot in slots[bucket] if slot not in absent[bucket]]
+        matrices = [(bucket, slot) for bucket in buckets for slot in slots[bucket] if slot not in absent[bucket]]
         known = self._agreed()
         try:
-            self._bring(self._routes(places, ("gradient", "master"), known), known)
+            self._bring(self._routes(matrices, ("gradient", "master"), known), known)
             yield
-            owned = {place: self._updated(place) for place in places if place in self.owned}
+            owned = {matrix: self._updated(matrix) for matrix in matrices if matrix in self.owned}
         finally:
-            self._let_go(places)
-        known = self._agreed_again(places, known, {p: _told(master, state) for p, (master, state) in owned.items()})
-        self._take_back(self._routes(places, ("master",), known), owned)
-        self._tell_fragments(places, known)
+            self._let_go(matrices)
+        known = self._agreed_again(matrices, known, {p: _told(master, state) for p, (master, state) in owned.items()})
+        self._take_back(self._routes(matrices, ("master",), known), owned)
+        self._tell_fragments(matrices, known)
 
     # ------------------------------------------------------------------ what all ranks know
     def _agreed(self) -> Known:
         """What optimizers hold of each matrix; told by those that have fragments of it, if it is not known."""
         if self._known is None:
-            fragments = {place: self._fragment(place) for place in self.owners}
-            held = {place: self._members[place].state.get(p) for place, p in fragments.items() if p.numel()}
-            self._known = self._tell({place: _told(fragments[place], state) for place, state in held.items() if state})
+            fragments = {matrix: self._fragment(matrix) for matrix in self.owners}
+            held = {matrix: self._members[matrix].state.get(p) for matrix, p in fragments.items() if p.numel()}
+            self._known = self._tell(
+                {matrix: _told(fragments[matrix], state) for matrix, state in held.items() if state}
+            )
         return self._known
 
-    def _agreed_again(self, places: Sequence[Place], known: Known, mine: Known) -> Known:
+    def _agreed_again(self, matrices: Sequence[SlotKey], known: Known, mine: Known) -> Known:
         """What optimizers hold of each matrix now; told by the owners, if that may be something else than before."""
-        if any(p not in known or any(told.kind == "whole" for told in known[p].values()) for p in places):
+        if any(p not in known or any(told.kind == "whole" for told in known[p].values()) for p in matrices):
             known.update(self._tell(mine))
-        elif changed := [place for place in mine if mine[place] != known[place]]:
-            place = changed[0]
+        elif changed := [matrix for matrix in mine if mine[matrix] != known[matrix]]:
+            matrix = changed[0]
             raise ParameterError(
-                f"[ZW302] the optimizer keeps something else of {self._name(place)} than after its first step: "
-                f"{_words(mine[place])} instead of {_words(known[place])}; an optimizer of whole matrices keeps the "
+                f"[ZW302] the optimizer keeps something else of {self._name(matrix)} than after its first step: "
+                f"{_words(mine[matrix])} instead of {_words(known[matrix])}; an optimizer of whole matrices keeps the "
                 "same in each step"
             )
         return known
 
-    def _tell(self, mine: dict[Place, dict[Any, Told]]) -> dict[Place, dict[Any, Told]]:
+    def _tell(self, mine: dict[SlotKey, dict[Any, Told]]) -> dict[SlotKey, dict[Any, Told]]:
         """What all ranks tell, put together. ParameterError for what cannot be told."""
         ranks = self._control.all_gather_object(mine, "the states of whole matrices")
-        found = {place: merged([one[place] for one in ranks if place in one]) for place in dict.fromkeys(chain(*ranks))}
-        for place, told in found.items():
+        found = {
+            matrix: merged([one[matrix] for one in ranks if matrix in one]) for matrix in dict.fromkeys(chain(*ranks))
+        }
+        for matrix, told in found.items():
             if own := [key for key, entry in told.items() if entry.kind == "own"]:
                 raise ParameterError(
-                    f"[ZW302] the optimizer keeps {own[0]!r} of {self._name(place)}, which is neither of the "
+                    f"[ZW302] the optimizer keeps {own[0]!r} of {self._name(matrix)}, which is neither of the "
                     "parameter's shape nor one value, and cannot be cut among the ranks"
                 )
         return found
 
-    def _name(self, place: Place) -> str:
-        bucket, slot = place
+    def _name(self, matrix: SlotKey) -> str:
+        bucket, slot = matrix
         return repr(self._buckets[bucket].layout.slots[slot].name)
 
     # ------------------------------------------------------------------ where it is
-    def _fragment(self, place: Place) -> nn.Parameter:
-        bucket, slot = place
+    def _fragment(self, matrix: SlotKey) -> nn.Parameter:
+        bucket, slot = matrix
         return self._fragments[bucket].parameters[slot]
 
-    def _updated(self, place: Place) -> tuple[torch.Tensor, dict[Any, Any]]:
+    def _updated(self, matrix: SlotKey) -> tuple[torch.Tensor, dict[Any, Any]]:
         """Master and state of a matrix of this rank's, as the optimizer has left them; tensors are contiguous."""
-        held = self._members[place].state.get(self.owned[place], {})
+        held = self._members[matrix].state.get(self.owned[matrix], {})
         state = {key: v.contiguous() if isinstance(v, torch.Tensor) else v for key, v in held.items()}
-        return self.owned[place].detach().contiguous(), state
+        return self.owned[matrix].detach().contiguous(), state
 
     def _of_fragment(self, bucket: int, piece: Piece) -> torch.Tensor:
         """A piece as this rank has it, 1-D. ParameterError for a state that was removed."""
-        place = bucket, piece.slot
-        fragment, (role, key, _) = self._fragment(place), piece.kind
+        matrix = bucket, piece.slot
+        fragment, (role, key, _) = self._fragment(matrix), piece.kind
         if role == "gradient":
             assert fragment.grad is not None
             return fragment.grad
         if role == "master":
             return fragment.detach()
-        held = self._members[place].state.get(fragment, {})
+        held = self._members[matrix].state.get(fragment, {})
         if key not in held:
             raise ParameterError(
-                f"[ZW302] {key!r} of {self._name(place)} was there after the last step, and was taken out of the "
+                f"[ZW302] {key!r} of {self._name(matrix)} was there after the last step, and was taken out of the "
                 "optimizer's state since; engine.optimizer.load_state_dict(...) changes the states of all ranks"
             )
         state: torch.Tensor = held[key]
         return state
 
     def _make_states(self, route: Route) -> None:
-        """What comes back finds a place, also where there was no state of that key so far."""
+        """What comes back is kept, also where there was no state of that key so far."""
         for piece in chain.from_iterable(pieces for pieces, _ in route.held):
             fragment, (role, key, dtype) = self._fragment((route.bucket, piece.slot)), piece.kind
             held = self._members[route.bucket, piece.slot].state
@@ -263,10 +265,10 @@ class Matrices:
                 held.setdefault(fragment, {})[key] = torch.empty_like(fragment, dtype=dtype, requires_grad=False)
 
     # ------------------------------------------------------------------ one update
-    def _routes(self, places: Iterable[Place], roles: Sequence[Role], known: Known) -> list[Route]:
+    def _routes(self, matrices: Iterable[SlotKey], roles: Sequence[Role], known: Known) -> list[Route]:
         """The ways of these, bucket by bucket, with the states that are `known`."""
         cargos: dict[int, list[Cargo]] = {}
-        for bucket, slot in places:
+        for bucket, slot in matrices:
             dtype, told = self._buckets[bucket].shard.dtype, known.get((bucket, slot), {})
             kinds = [Kind(role, None, dtype) for role in roles]
             kinds += [Kind("state", key, e.dtype or dtype) for key, e in told.items() if e.kind == "cut"]
@@ -305,24 +307,24 @@ class Matrices:
             for slot, kinds in wholes.items():
                 self._fill((each.bucket, slot), kinds, known.get((each.bucket, slot), {}))
 
-    def _fill(self, place: Place, wholes: Mapping[Kind, torch.Tensor], told: Mapping[Any, Told]) -> None:
-        parameter, by_key = self.owned[place], {(kind.role, kind.key): whole for kind, whole in wholes.items()}
+    def _fill(self, matrix: SlotKey, wholes: Mapping[Kind, torch.Tensor], told: Mapping[Any, Told]) -> None:
+        parameter, by_key = self.owned[matrix], {(kind.role, kind.key): whole for kind, whole in wholes.items()}
         parameter.data, parameter.grad = by_key["master", None], by_key["gradient", None]
         if told:
-            self._members[place].state[parameter] = {
+            self._members[matrix].state[parameter] = {
                 key: by_key["state", key] if entry.kind == "cut" else value_of(entry, parameter.device)
                 for key, entry in told.items()
             }
 
-    def _let_go(self, places: Iterable[Place]) -> None:
+    def _let_go(self, matrices: Iterable[SlotKey]) -> None:
         """Nothing is whole."""
-        for place in places:
-            if (parameter := self.owned.get(place)) is not None:
-                self._members[place].state.pop(parameter, None)
+        for matrix in matrices:
+            if (parameter := self.owned.get(matrix)) is not None:
+                self._members[matrix].state.pop(parameter, None)
                 parameter.grad, parameter.data = None, parameter.data.new_empty(0)
 
     def _take_back(
-        self, routes: Iterable[Route], owned: Mapping[Place, tuple[torch.Tensor, Mapping[Any, torch.Tensor]]]
+        self, routes: Iterable[Route], owned: Mapping[SlotKey, tuple[torch.Tensor, Mapping[Any, torch.Tensor]]]
     ) -> None:
         """The fragments of all ranks become what their owners have made."""
 
@@ -336,12 +338,12 @@ class Matrices:
             self._make_states(each)
             _copy((self._of_fragment(each.bucket, piece), view) for piece, view in _views(each.held, out))
 
-    def _tell_fragments(self, places: Iterable[Place], known: Known) -> None:
+    def _tell_fragments(self, matrices: Iterable[SlotKey], known: Known) -> None:
         """What belongs to a whole matrix is with each of its fragments."""
-        for place in places:
-            values = {key: entry for key, entry in known[place].items() if entry.kind == "whole"}
-            if values and (fragment := self._fragment(place)).numel():
-                held = self._members[place].state[fragment]
+        for matrix in matrices:
+            values = {key: entry for key, entry in known[matrix].items() if entry.kind == "whole"}
+            if values and (fragment := self._fragment(matrix)).numel():
+                held = self._members[matrix].state[fragment]
                 held.update((key, value_of(entry, fragment.device)) for key, entry in values.items())
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from zeroweave._torch.fx import map_tensors
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError, ParameterError
-from zeroweave.optim.several import kind_of, members_of
+from zeroweave.optim.multi_optimizer import kind_of, members_of
 from zeroweave.optim.states import Described, Held, States, Told, counts_on_device, tell, uncuttable
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.ranks.control import Control
@@ -90,7 +90,7 @@ class StateDicts:
     def _after_save(self, optimizer: torch.optim.Optimizer, packed: StateDict) -> StateDict:
         self._sharded.groups.packed()
         states, self._states = self._states, {}
-        whole = {id(user): states.get(place) for place, user in self._sharded.sharded.items()}
+        whole = {id(user): states.get(number) for number, user in self._sharded.sharded.items()}
         state: dict[Any, Any] = {key: v for key, v in optimizer.state.items() if not isinstance(key, torch.Tensor)}
         for index, user in enumerate(_users(optimizer) if self._control.rank == 0 else ()):
             if (held := whole[id(user)] if id(user) in whole else optimizer.state.get(user)) is not None:

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 
 from zeroweave._torch.storages import storage_key
-from zeroweave.optim.codes import Coded, decode
 from zeroweave.optim.compact import CompactMoments, refused_in
 from zeroweave.optim.fragments import FragmentMoment, Fragments, Kind, moments_of
+from zeroweave.optim.quantize8 import Coded, decode
 from zeroweave.optim.states import is_cut, tensors_in
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.transfers import Download, HostTensor, Transfers, Upload

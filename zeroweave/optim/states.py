@@ -19,8 +19,8 @@ from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
 from zeroweave.optim.fragments import Fragments
-from zeroweave.optim.room import Need, Room, decide, shortage
-from zeroweave.optim.several import kind_of
+from zeroweave.optim.multi_optimizer import kind_of
+from zeroweave.optim.state_memory import Need, Room, decide, shortage
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
 

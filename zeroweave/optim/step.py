@@ -20,15 +20,15 @@ from torch import nn
 from zeroweave._torch.modules import has_step_hooks, is_step_replaced
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError
-from zeroweave.optim.check import ELEMENT_WISE
 from zeroweave.optim.fragments import Fragments
+from zeroweave.optim.fused_update import OnePass
 from zeroweave.optim.groups import Groups, RestingState
 from zeroweave.optim.matrices import Matrices, Whole
-from zeroweave.optim.onepass import OnePass
-from zeroweave.optim.room import Room
+from zeroweave.optim.multi_optimizer import WHOLE_MATRIX, members_of
+from zeroweave.optim.optimizer_check import ELEMENT_WISE
 from zeroweave.optim.rules import COMPACT_RULES, RULES, Kernels, Masters
 from zeroweave.optim.scaler import Scaled
-from zeroweave.optim.several import WHOLE_MATRIX, members_of
+from zeroweave.optim.state_memory import Room
 from zeroweave.optim.state_offload import StateOffload
 from zeroweave.optim.states import Described, Gathered, Held, States, counts_on_device, gather, take, tensors_in
 from zeroweave.ranks.control import Control
@@ -77,8 +77,8 @@ class ShardedOptimizer:
         self._matrices: Matrices | None = None
         if whole is not None:
             held = [user for users in in_groups for user in users if id(user) in whole.parameters and user.numel()]
-            places = [slot_of[id(user)] for user in held if slot_of[id(user)][0] in views]
-            self._matrices = Matrices(whole, places, views, self._fragments, self._member, self._device)
+            matrices = [slot_of[id(user)] for user in held if slot_of[id(user)][0] in views]
+            self._matrices = Matrices(whole, matrices, views, self._fragments, self._member, self._device)
         self._all: list[list[nn.Parameter]] = []
         """by group, the fragments"""
         self._stepped: list[list[nn.Parameter]] = []

@@ -37,7 +37,7 @@ from zeroweave.parameters.stub import VALUES, AtRest, Showing, StubStatus
 
 
 def rest(model: nn.Module, status: StubStatus, real: Callable[[str, nn.Parameter], nn.Parameter]) -> ModuleParameters:
-    """Puts all parameters of `model` to rest, or none. `check(model)` must have passed.
+    """Puts all parameters of `model` to rest, or none. `check_structure(model)` must have passed.
 
     `real(name, parameter)` is called once for each distinct parameter, in model order, before anything is
     changed; it returns the engine's real Parameter, a new object whose shape, stride, dtype, device and

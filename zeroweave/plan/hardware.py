@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from zeroweave.errors import EngineError, first_problem
 from zeroweave.schedule import Line
-from zeroweave.schedule.passes.room import TAX
+from zeroweave.schedule.passes.memory_by_event import TAX
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from zeroweave.parameters.stub import StubStatus
 from zeroweave.plan.device import Meter, PlannedClock, PlannedCopies, PlannedKernels, PlannedTransport
 from zeroweave.plan.hardware import Hardware
 from zeroweave.plan.work import Program
-from zeroweave.runtime.backward import Observer
+from zeroweave.runtime.backward_order import Observer
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.runtime.timeline import Timeline
 from zeroweave.schedule import (
@@ -164,10 +164,10 @@ class PlannedRank:
             )
             offloading = runtime.activations.offloading
             clock.attach(runtime.flats, None if offloading is None else offloading.away)
-            made, place = optimizer(list(own_parameters(model).values())), runtime.directory.places
-            slot_of = {id(p): place[name] for name, p in named.items()}
+            made, keys = optimizer(list(own_parameters(model).values())), runtime.directory.slots
+            slot_of = {id(p): keys[name] for name, p in named.items()}
             del named
-            at = rest(model, StubStatus(), lambda name, _: runtime.buckets[place[name][0]].real[place[name][1]])
+            at = rest(model, StubStatus(), lambda name, _: runtime.buckets[keys[name][0]].real[keys[name][1]])
             buckets = list(runtime.buckets.values())
             if compact:
                 refuse_compact(made, layouts)

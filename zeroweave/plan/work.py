@@ -163,18 +163,18 @@ class Program:
         return kernel
 
     def _ordered(self, graph: fx.Graph, kernels: Mapping[fx.Node, _Kernel]) -> tuple[_Step, ...]:
-        base, place = self._base, {node: index for index, node in enumerate(graph.nodes)}
+        base, position = self._base, {node: index for index, node in enumerate(graph.nodes)}
         returned = {base[node] for node in self._outputs if isinstance(node, fx.Node)}
         makes: dict[_Kernel, list[fx.Node]] = {kernel: [] for kernel in kernels.values()}
         last: dict[_Kernel, list[fx.Node]] = {kernel: [] for kernel in makes}
-        due = {kernel: float(max(map(place.__getitem__, kernel.nodes))) for kernel in makes}
+        due = {kernel: float(max(map(position.__getitem__, kernel.nodes))) for kernel in makes}
         readers: dict[fx.Node, set[_Kernel]] = {}
         for node, kernel in kernels.items():
             for each in node.all_input_nodes:
                 if base[each] is not base[node] or node.target is not getitem:
                     readers.setdefault(base[each], set()).add(kernel)
                 if (made := kernels.get(base[each])) is not None and made is not kernel:
-                    due[made] = min(due[made], place[node] - 0.5)
+                    due[made] = min(due[made], position[node] - 0.5)
         for node, kernel in kernels.items():
             outside = readers.get(node, set()) - {kernel}
             if base[node] is node and isinstance(node.meta.get("val"), Tensor) and (outside or node in returned):

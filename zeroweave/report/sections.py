@@ -34,7 +34,7 @@ MEMORY: Final = {
     "local_sums": "sums of gradients that were not reduced yet, at most",
     "flats_peak": "gathered parameters, at most",
     "gradient_flats_peak": "gradients of reductions in flight, at most",
-    "symmetric": "places in which copy engines gather",
+    "symmetric": "registered buffers",
     "graphs": "what CUDA graphs hold for their replays",
     "host_shards": "of the shards, in host memory",
     "host_masters": "of the masters, in host memory",
@@ -185,9 +185,9 @@ def buckets(schedule: Schedule, about: About | None) -> list[dict[str, Any]]:
             traits.append("stays gathered")
         elif facts.id in schedule.facts.kept_by_stage:
             traits.append("stays gathered until the optimizer step")
-        if facts.id in schedule.places:
+        if facts.id in schedule.registered_buffers:
             way = "by copy engine, " if schedule.by_copy_engine("all_gather", facts.id) else ""
-            traits.append(f"gathered {way}in place {schedule.places[facts.id]}")
+            traits.append(f"gathered {way}in registered buffer {schedule.registered_buffers[facts.id]}")
         issued = calls["all_gather", facts.id], calls["reduce_scatter", facts.id]
         bucket: dict[str, Any] = {
             "name": facts.name,

@@ -23,7 +23,7 @@ Lend = Callable[[int, torch.dtype], torch.Tensor | None]
 class GradientFlat:
     """The flat that a bucket's gradients are reduced from, where they are written right into it, in their dtype.
 
-        lend      a compiled backward gets a slot's place, before it runs
+        lend      a compiled backward gets a slot's destination, before it runs
         came      the gradient is there, or one in other memory
         collect   what is not there yet is copied, and the flat goes into the reduction
 
@@ -36,9 +36,9 @@ class GradientFlat:
         self._bucket, self._lend = bucket, lend or (lambda numel, dtype: None)
         self._flat: torch.Tensor | None = None
         self._lent: dict[int, torch.Tensor] = {}
-        """slot -> its place, which may be written at any time"""
+        """slot -> its destination, which may be written at any time"""
         self._there: set[int] = set()
-        """slots whose gradient is in its place"""
+        """slots whose gradient is at its destination"""
         self._whole: torch.Tensor | None = None
         """a gradient that is the flat"""
         self.collected = 0
@@ -49,19 +49,19 @@ class GradientFlat:
         self._flat, self._lent, self._there, self._whole = None, {}, set(), None
 
     def lend(self, slot: int) -> torch.Tensor | None:
-        """The place of a slot, of its shape, to be written; None if it is lent or filled already, or is not aligned.
+        """The destination of a slot, of its shape, to be written; None if it is lent or filled, or is not aligned.
 
         Kernels that were compiled for aligned memory would write elsewhere, and the result would be copied.
         """
         if slot in self._lent or slot in self._there or not self._bucket.is_aligned(slot):
             return None
         layout = self._bucket.layout
-        place = layout.slots[slot]
+        there = layout.slots[slot]
         if self._flat is None:
             self._flat = self._lend(layout.numel, self._bucket.dtype)
             if self._flat is None:
                 self._flat = torch.empty(layout.numel, dtype=self._bucket.dtype, device=self._bucket.device)
-        view = self._lent[slot] = reinterpreted(self._flat, place.shape, contiguous_stride(place.shape), place.offset)
+        view = self._lent[slot] = reinterpreted(self._flat, there.shape, contiguous_stride(there.shape), there.offset)
         return view
 
     def came(self, slot: int, gradient: torch.Tensor, made: bool = False) -> None:
@@ -76,8 +76,8 @@ class GradientFlat:
     def collect(self, parts: Mapping[int, torch.Tensor]) -> Parts:
         """Returns one flat with all parts if some gradient was written into it, otherwise `parts` as they are.
 
-        `parts`: the gradients that `came` was told of. They are returned as they are, too, if a place is still lent: a
-        reduction would read it while it may be written.
+        `parts`: the gradients that `came` was told of. They are returned as they are, too, if a destination is still
+        lent: a reduction would read it while it may be written.
         """
         flat, there, lent, whole = self._flat, self._there, self._lent, self._whole
         self.clear()

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from zeroweave._torch.storages import marks, owners, place_key, storage_key, storage_use_count, versions
+from zeroweave._torch.storages import marks, owners, storage_key, storage_use_count, versions, view_key
 from zeroweave.comm.ledger import Gauge
-from zeroweave.comm.places import Places
+from zeroweave.comm.registered_buffers import RegisteredBuffers
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError
-from zeroweave.layout import BucketLayout
+from zeroweave.layout import BucketLayout, SlotKey
 from zeroweave.parameters.stub import Hooks
 from zeroweave.runtime.flat import Flat, NearShard
 from zeroweave.runtime.shard import Shard
@@ -68,8 +68,8 @@ class Bucket(Flat):
             self.near = NearShard(layout, dtype, device, transport, home.gatherer, lambda: home.source)
         super().__init__(layout, dtype, device, self.near or home.gatherer, lambda: home.source, flats, own)
         self.id = layout.id
-        self.rank = layout.place(transport.rank)
-        """this rank's place in the bucket's sharding group"""
+        self.rank = layout.group_rank(transport.rank)
+        """this rank's number in the bucket's sharding group"""
         self.number = layout.number(transport.rank)
         """which of the groups of that name it is in, which owns these parameters"""
         self.copy = layout.copy(transport.rank)
@@ -261,41 +261,41 @@ class Bucket(Flat):
 
     def fragment(self, shard: torch.Tensor, slot: int) -> torch.Tensor:
         """The part of a slot in a tensor [numel / world] that is laid out like the shard; may be empty."""
-        place = self.layout.fragment(slot, self.rank)
-        return shard[place.start : place.start + place.numel]
+        part = self.layout.fragment(slot, self.rank)
+        return shard[part.start : part.start + part.numel]
 
 
 class Directory:
     """Finds the bucket and slot of a parameter by name, and of a tensor by (storage, offset)."""
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
-        self.places: dict[str, tuple[int, int]] = {}
-        """a parameter's name -> (bucket id, slot index)"""
+        self.slots: dict[str, SlotKey] = {}
+        """by the parameter's name"""
         self._bucket: dict[int, Bucket] = {}
         self._slot: dict[tuple[int, int], int] = {}
-        self._real: dict[int, tuple[list[nn.Parameter], int, tuple[int, int]]] = {}
+        self._real: dict[int, tuple[list[nn.Parameter], int, SlotKey]] = {}
         """what a real parameter's `id` was at first: a hint, because most tensors that are looked for are real ones"""
         for bucket in buckets:
             self._bucket[storage_key(bucket.flat)] = bucket
             for index, slot in enumerate(bucket.layout.slots):
-                place = self.places[slot.name] = bucket.id, index
+                key = self.slots[slot.name] = bucket.id, index
                 self._slot[bucket.id, slot.offset] = index
-                self._real[id(bucket.real[index])] = bucket.real, index, place
+                self._real[id(bucket.real[index])] = bucket.real, index, key
 
     def bucket(self, tensor: torch.Tensor) -> Bucket | None:
         """The bucket whose flat `tensor` views; None for every other tensor, and for those without storage."""
         return self._bucket.get(storage_key(tensor))
 
-    def covering(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """(bucket id, slot index) of the parameter in which a view of a flat begins."""
+    def covering(self, tensor: torch.Tensor) -> SlotKey | None:
+        """The slot in which a view of a flat begins."""
         bucket = self.bucket(tensor)
         if bucket is None:
             return None
         offset = int(tensor.storage_offset())
         return bucket.id, max(i for i, slot in enumerate(bucket.layout.slots) if slot.offset <= offset)
 
-    def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """(bucket id, slot index) of a tensor that views a flat; slot -1 where it is not one whole slot."""
+    def find(self, tensor: torch.Tensor) -> SlotKey | None:
+        """The slot that a tensor views; slot index -1 where it is not one whole slot of its flat."""
         if (hint := self._real.get(id(tensor))) is not None and hint[0][hint[1]] is tensor:
             return hint[2]
         if (bucket := self._bucket.get(storage_key(tensor))) is None:
@@ -306,14 +306,15 @@ class Directory:
         return bucket.id, slot
 
 
-def seat(buckets: Mapping[int, Bucket], places: Places, schedule: Schedule | None) -> None:
-    """Assigns each bucket the place that this schedule gives it, for all gathers. Collective, between windows.
+def assign_buffers(buckets: Mapping[int, Bucket], registered: RegisteredBuffers, schedule: Schedule | None) -> None:
+    """Assigns each bucket the registered buffer that this schedule gives it, for all gathers.
 
-    All ranks have agreed on the schedule, and without one no bucket has a place. So the way of a gather follows from
-    what all ranks know, not from the order of calls, nor from the views of a flat that are left on one rank.
+    Collective, between windows. All ranks have agreed on the schedule, and without one no bucket has a buffer. So
+    how a bucket is gathered follows from what all ranks know, not from the order of calls, nor from the views of a flat
+    that are left on one rank.
     """
-    numbers, sizes = ({}, {}) if schedule is None else (schedule.places, schedule.place_sizes)
-    there = places.fit(sizes)
+    numbers, sizes = ({}, {}) if schedule is None else (schedule.registered_buffers, schedule.registered_sizes)
+    there = registered.fit(sizes)
     for bucket_id, bucket in buckets.items():
         bucket.assign(there.get(numbers[bucket_id]) if bucket_id in numbers else None)
 
@@ -389,19 +390,19 @@ class Lingering:
 class SavedViews:
     """The views of flats that a compiled forward has just saved, until autograd asks what becomes of each.
 
-    A view is identified by its place, or by its address if it is no slot.
+    A view is identified by its slot, or by its address if it is not one whole slot.
     """
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[int, int]] = Counter()
 
-    def add(self, tensor: torch.Tensor, place: tuple[int, int]) -> None:
-        """One more, found at `place`."""
-        self._counts[_key(tensor, place)] += 1
+    def add(self, tensor: torch.Tensor, slot: SlotKey) -> None:
+        """One more, of `slot`."""
+        self._counts[_key(tensor, slot)] += 1
 
-    def take(self, tensor: torch.Tensor, place: tuple[int, int]) -> bool:
+    def take(self, tensor: torch.Tensor, slot: SlotKey) -> bool:
         """True if it is one of them. Each is asked for once."""
-        key = _key(tensor, place)
+        key = _key(tensor, slot)
         if not (left := self._counts.get(key, 0)):
             return False
         self._counts[key] = left - 1
@@ -412,5 +413,5 @@ class SavedViews:
         self._counts.clear()
 
 
-def _key(tensor: torch.Tensor, place: tuple[int, int]) -> tuple[int, int]:
-    return place if place[1] >= 0 else place_key(tensor)
+def _key(tensor: torch.Tensor, slot: SlotKey) -> tuple[int, int]:
+    return slot if slot[1] >= 0 else view_key(tensor)

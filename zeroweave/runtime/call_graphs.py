@@ -17,21 +17,33 @@ while the device has room for the pool and a unit without graphs.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import Enum
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from zeroweave._torch.storages import StorageReference, borrowed_storage, reinterpreted, storage_use_count, version
-
-Run = Callable[[list[Any]], Any]
-"""Code of a template: takes its arguments in one list, which it empties."""
+from zeroweave.runtime.graph_check import GraphCheck
+from zeroweave.runtime.graph_recording import (
+    UNKNOWN,
+    Block,
+    Capture,
+    Copied,
+    Execution,
+    Loan,
+    Recording,
+    Run,
+    View,
+    constant,
+    distinct,
+    part_of,
+    same,
+    stamp,
+)
 
 RECORDINGS: Final = 24
 """So many are kept; the least recently used one is dropped for a further one."""
@@ -39,168 +51,10 @@ MISSES: Final = 3
 """A recording is dropped when so many units in a row have departed from it."""
 
 
-class Graph(Protocol):
-    """Kernels with their arguments."""
-
-    def replay(self) -> None:
-        """Launches them on the current stream."""
-
-
-class Capture(Protocol):
-    """The device, as graphs of calls need it."""
-
-    def capture(self, run: Run, args: list[Any]) -> tuple[Graph, Any]:
-        """The graph of what `run` launches, and what it returns, in memory of the pool. Nothing is executed.
-
-        After an exception only `clear` may be called.
-        """
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor [numel] in memory of the pool."""
-
-    def has_room(self) -> bool:
-        """True if the device has memory for two units, of which the pool may have one. Nothing of a unit is alive."""
-
-    def make_room(self) -> None:
-        """Gives cached memory back: a recording begins, which needs memory of the pool."""
-
-    def clear(self) -> None:
-        """Begins a new pool, and gives the memory of the old one back. There is no graph and no tensor of that."""
-
-    def close(self) -> None:
-        """Gives the pool's memory back, for good."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pool that no tensor has."""
-
-
 class Mode(Enum):
     PLAIN = "plain"
     RECORDING = "recording"
     REPLAYING = "replaying"
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """The layout of a tensor in its storage: offset, sizes and strides in elements."""
-
-    dtype: torch.dtype
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> View:
-        return cls(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
-
-    def of_argument(self, arg: Tensor) -> Tensor:
-        """A tensor with its own version counter. The offset is from the argument on."""
-        if arg.dtype == self.dtype:
-            return reinterpreted(arg, self.size, self.stride, self.offset)
-        return replace(self, offset=int(arg.storage_offset()) + self.offset).on(arg.untyped_storage())
-
-    def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """A tensor with its own version counter, in any autograd mode."""
-        with torch.inference_mode(False), torch.no_grad():
-            made = torch.empty(0, dtype=self.dtype, device=storage.device)
-            return made.set_(storage, self.offset, self.size, self.stride)
-
-
-class Block:
-    """A piece of memory at a fixed address, which tensors use in one unit after the other.
-
-    `storage`: the one that uses it now. `owner`: the tensor that keeps the memory; None: the graphs' pool keeps it.
-    """
-
-    __slots__ = ("_first", "_own", "_storage", "address", "owner")
-
-    def __init__(self, storage: torch.UntypedStorage, owner: Tensor | None = None) -> None:
-        self.address, self.owner = storage.data_ptr(), owner
-        self._first = None if owner is not None else StorageReference(storage)
-        self._storage, self._own = borrowed_storage(storage), 1
-        """and how many of its uses are the block's own"""
-
-    @property
-    def alive(self) -> bool:
-        """True if some tensor has the memory."""
-        if self._first is not None:
-            if self._first.alive:
-                return True
-            self._first = None
-        return storage_use_count(self._storage) > self._own
-
-    def pattern(self, view: View) -> Tensor:
-        """A tensor over the memory that does not make it `alive`. Its `data` does, and has a version of its own."""
-        self._own += 1
-        return view.on(self._storage)
-
-    def owned(self, view: View) -> Tensor:
-        """A tensor through which the owner writes. It does not count as one that has the memory."""
-        assert self.owner is not None
-        return view.on(self.owner.untyped_storage())
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """An argument that is copied: its index, what it must look like, where to, and what of it."""
-
-    index: int
-    view: View
-    block: Block
-    static: Tensor
-    part: View
-
-
-@dataclass(slots=True)
-class Execution:
-    """A template's execution in a recording. `graph`: None where it could not be captured."""
-
-    run: Run
-    dead: list[Block]
-    """what has died since the step before"""
-    graph: Graph | None = None
-    constants: list[tuple[int, Any]] = field(default_factory=list)
-    """arguments that are no tensors of the device: they must be equal"""
-    bound: list[tuple[int, int]] = field(default_factory=list)
-    """arguments that must be at these addresses"""
-    copied: list[Copied] = field(default_factory=list)
-    filled: list[tuple[int, Tensor]] = field(default_factory=list)
-    """arguments that get their memory from the code, with its pattern"""
-    outputs: list[Any] = field(default_factory=list)
-    """what is returned; None where it is new, or is or views an argument"""
-    new: list[tuple[int, Tensor]] = field(default_factory=list)
-    """patterns of new outputs"""
-    given: list[tuple[int, int, View | None]] = field(default_factory=list)
-    """outputs that are arguments, or views of them, with an offset from the argument on"""
-
-
-@dataclass(slots=True)
-class Loan:
-    """Memory that was lent for a gradient flat."""
-
-    pattern: Tensor
-    dead: list[Block]
-
-
-@dataclass(slots=True)
-class Recording:
-    """The steps of a unit."""
-
-    steps: list[Execution | Loan] = field(default_factory=list)
-    blocks: list[Block] = field(default_factory=list)
-    at: dict[int, Block] = field(default_factory=dict)
-    """the latest block at each address"""
-    misses: int = 0
-
-    def followed(self) -> None:
-        """A unit has followed it."""
-        self.misses = 0
-
-    def missed(self) -> int:
-        """Counts a unit that has departed from it; returns how many have in a row."""
-        self.misses += 1
-        return self.misses
 
 
 class CallGraphs:
@@ -394,7 +248,7 @@ class CallGraphs:
     def _mismatch(self, step: Execution, args: Sequence[Any]) -> str | None:
         """Why the graph is not one of these arguments; None if it is."""
         for i, value in step.constants:
-            if not _same(_constant(args[i]), value):
+            if not same(constant(args[i]), value):
                 return "a number among the arguments has another value"
         for i, address in step.bound:
             if args[i].data_ptr() != address:
@@ -404,7 +258,7 @@ class CallGraphs:
             if arg.shape != view.size or arg.stride() != view.stride or arg.dtype != view.dtype:
                 return "an argument has another shape"
             known = self._copied.get(copied.block.address)
-            if known is not None and (known[1] != _stamp(arg) or known[0]() is not arg):
+            if known is not None and (known[1] != stamp(arg) or known[0]() is not arg):
                 return "calls that had one argument in common have several"
         return None
 
@@ -415,8 +269,8 @@ class CallGraphs:
                 for copied in step.copied:
                     arg, address = args[copied.index], copied.block.address
                     if address not in self._copied or self._copied[address][1] is None:
-                        copied.static.copy_(_part(arg, copied.part))
-                        self._copied[address] = ref(arg), _stamp(arg)
+                        copied.static.copy_(part_of(arg, copied.part))
+                        self._copied[address] = ref(arg), stamp(arg)
         step.graph.replay()
         self.launched += 1
         for i, pattern in step.filled:
@@ -442,23 +296,22 @@ class CallGraphs:
         why = None
         for i, arg in enumerate(args):
             if not isinstance(arg, Tensor) or arg.device.type != self._device.type:
-                constant = _constant(arg)
-                why = why or (f"it has an argument of {type(arg).__name__}" if constant is _UNKNOWN else None)
-                step.constants.append((i, constant))
+                value = constant(arg)
+                why = why or (f"it has an argument of {type(arg).__name__}" if value is UNKNOWN else None)
+                step.constants.append((i, value))
             elif arg.numel() and not arg.untyped_storage().nbytes():
                 empty.append(i)
             elif i in bound or arg.untyped_storage().data_ptr() in self._unit.at:
                 step.bound.append((i, arg.data_ptr()))
-            elif (part := _distinct(arg)) is None:
+            elif (part := distinct(arg)) is None:
                 why = why or "elements of an argument share memory"
             else:
                 block = statics[i] = self._static(arg)
                 given[i] = block.pattern(View.of(arg)).data
                 step.copied.append(Copied(i, View.of(arg), block, block.owned(part), part))
         for copied in step.copied:
-            copied.static.copy_(_part(args[copied.index], copied.part).detach())
-        copies = [_twin(arg) for arg in given] if self._checks else []
-        numbers = _random_numbers(self._device) if self._checks else None
+            copied.static.copy_(part_of(args[copied.index], copied.part).detach())
+        check = GraphCheck(given, self._device) if self._checks else None
         if why is None:
             try:
                 step.graph, outputs = self._capture.capture(run, list(given))
@@ -474,8 +327,8 @@ class CallGraphs:
             return self._without_graph(run, args, why)
         step.graph.replay()
         self.launched += 1
-        if numbers is not None:
-            self._compare(run, copies, numbers, [*outputs, *given])
+        if check is not None:
+            self.difference = max(self.difference, check.difference(run, [*outputs, *given]))
         for i in empty:
             if (storage := given[i].untyped_storage()).nbytes():  # else the code does not use it
                 self._hand_out(block := Block(storage))
@@ -492,28 +345,17 @@ class CallGraphs:
         self.plain += 1
         return run(args)
 
-    def _compare(self, run: Run, copies: list[Any], numbers: Tensor, found: Sequence[Any]) -> None:
-        """Runs the code without its graph: on `copies` of its arguments, with the same random `numbers`.
-
-        `found`: what the graph has returned, and its arguments, of which it has written some.
-        """
-        now = _random_numbers(self._device)
-        _restart(self._device, numbers)
-        wanted = [*run(list(copies)), *copies]
-        _restart(self._device, now)
-        self.difference = max(self.difference, *(_apart(*pair) for pair in zip(found, wanted, strict=True)))
-
     def _static(self, arg: Tensor) -> Block:
-        """Where an argument is copied to. One tensor that several calls have is copied to one place."""
+        """Where an argument is copied to. One tensor that several calls have is copied once."""
         known = self._sources.get(id(arg))
-        if known is not None and known[1] == _stamp(arg):
+        if known is not None and known[1] == stamp(arg):
             return known[2]
         assert self._unit is not None
         span = 1 + sum((size - 1) * stride for size, stride in zip(arg.shape, arg.stride(), strict=True))
         span = int(arg.storage_offset()) + span if arg.numel() else 0
         memory = torch.empty(span, dtype=arg.dtype, device=arg.device)
         block = Block(memory.untyped_storage(), owner=memory)
-        self._sources[id(arg)] = arg, _stamp(arg), block
+        self._sources[id(arg)] = arg, stamp(arg), block
         self._hand_out(block)
         return block
 
@@ -545,78 +387,3 @@ class CallGraphs:
             block = made[storage.data_ptr()] = Block(storage)
             self._hand_out(block)
         step.new.append((index, block.pattern(view)))
-
-
-_UNKNOWN: Final = object()
-
-
-def _constant(arg: Any) -> Any:
-    """The constant that a graph keeps of an argument that is no tensor of its device."""
-    if isinstance(arg, Tensor):
-        return (arg.dtype, arg.item()) if arg.dim() == 0 and arg.device.type == "cpu" else _UNKNOWN
-    if arg is None or isinstance(arg, bool | int | float | complex | str | torch.dtype | torch.device):
-        return arg
-    return _UNKNOWN
-
-
-def _stamp(arg: Tensor) -> int | None:
-    """How often an argument was written in place; None where PyTorch does not count, as in inference mode."""
-    return None if arg.is_inference() else version(arg)
-
-
-def _twin(arg: Any) -> Any:
-    """A copy of an argument, with its strides; without memory if it has none."""
-    if not isinstance(arg, Tensor):
-        return arg
-    made = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
-    if arg.numel() and not arg.untyped_storage().nbytes():
-        made.untyped_storage().resize_(0)
-    elif (part := _distinct(arg)) is None:
-        return arg.detach().clone()
-    else:
-        _part(made, part).copy_(_part(arg, part).detach())
-    return made
-
-
-def _apart(one: Any, other: Any) -> float:
-    """The largest difference between two tensors; NaN is no difference to NaN."""
-    if not isinstance(one, Tensor) or not one.numel():
-        return 0.0
-    differs = (one != other) & ~((one != one) & (other != other))
-    found = (one.detach().double() - other.detach().double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-    return float(torch.where(differs, found, 0.0).max())
-
-
-def _random_numbers(device: torch.device) -> Tensor:
-    """The state of the device's generator."""
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-
-
-def _restart(device: torch.device, state: Tensor) -> None:
-    """The device's generator continues from `state`."""
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
-
-
-def _same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and one is not _UNKNOWN and one == other
-
-
-def _distinct(arg: Tensor) -> View | None:
-    """The part of a tensor in which each element has its own memory; None if there is no simple one."""
-    size = tuple(n if stride else min(n, 1) for n, stride in zip(arg.shape, arg.stride(), strict=True))
-    part = View(arg.dtype, int(arg.storage_offset()), size, arg.stride())
-    reach = 1
-    for n, stride in sorted(zip(size, arg.stride(), strict=True), key=lambda each: each[1]):
-        if n > 1:
-            if stride < reach:
-                return None
-            reach = stride * (n - 1) + reach
-    return part
-
-
-def _part(arg: Tensor, part: View) -> Tensor:
-    """The same part of an argument, whose storage and offset may differ."""
-    return arg if part.size == arg.shape else arg.as_strided(part.size, part.stride)

@@ -12,7 +12,7 @@ from zeroweave._torch.storages import unfilled
 
 
 class CudaCapture:
-    """See `call_graphs.Capture`. All memory comes from one pool, in the order of one stream, which shares it."""
+    """See `graph_recording.Capture`. All memory comes from one pool, in the order of one stream, which shares it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

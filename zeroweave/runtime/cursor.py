@@ -1,4 +1,4 @@
-"""A place in a schedule, which the events of a window move."""
+"""A position in a schedule, which the events of a window move."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Cursor:
         self._micro_steps = dict(zip(events, micro_steps, strict=True))
         end = len(instructions)
         self._events, self._trails = [end] * (end + 1), [end] * (end + 1)
-        """for each index, the place of the next event or update, and of the next instruction that waits"""
+        """for each index, the position of the next event or update, and of the next instruction that waits"""
         for index in reversed(range(end)):
             instruction = instructions[index]
             self._events[index] = index if isinstance(instruction, _EVENTS) else self._events[index + 1]
@@ -52,8 +52,8 @@ class Cursor:
     @property
     def event(self) -> Instruction | None:
         """The next event or update; None where nothing like that comes any more."""
-        place = self._events[self.index]
-        return self._instructions[place] if place < len(self._instructions) else None
+        position = self._events[self.index]
+        return self._instructions[position] if position < len(self._instructions) else None
 
     @property
     def reduction(self) -> int | None:
@@ -63,20 +63,20 @@ class Cursor:
 
     def beyond(self, kind: type[Instruction]) -> Instruction | None:
         """The next event or update that is not of this kind."""
-        events = map(self._instructions.__getitem__, self._places())
+        events = map(self._instructions.__getitem__, self._positions())
         return next((event for event in events if not isinstance(event, kind)), None)
 
     def events(self, micro_step: int) -> Iterator[Instruction]:
         """The events to come without a gap that belong to this micro-step of the window."""
-        places = takewhile(lambda place: self._micro_steps.get(place) == micro_step, self._places())
-        return map(self._instructions.__getitem__, places)
+        positions = takewhile(lambda position: self._micro_steps.get(position) == micro_step, self._positions())
+        return map(self._instructions.__getitem__, positions)
 
-    def _places(self) -> Iterator[int]:
+    def _positions(self) -> Iterator[int]:
         """Those of the events and updates to come."""
-        place = self._events[self.index]
-        while place < len(self._instructions):
-            yield place
-            place = self._events[place + 1]
+        position = self._events[self.index]
+        while position < len(self._instructions):
+            yield position
+            position = self._events[position + 1]
 
     def to_waits(self, buckets: Collection[int]) -> Iterator[Instruction]:
         """Takes all up to the last wait for one of these buckets that comes before the next event."""

@@ -66,8 +66,8 @@ class Delivery:
         self, parts: Sequence[tuple[int, int]], ask: Callable[[int, int], torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """The result of `ask` for each of these that the window wants without running hooks; None for others."""
-        wanted = {place for place in self._wanted(parts) if not self._buckets[place[0]].hooks(place[1])}
-        return [ask(*place) if place in wanted else None for place in parts]
+        wanted = {key for key in self._wanted(parts) if not self._buckets[key[0]].hooks(key[1])}
+        return [ask(*key) if key in wanted else None for key in parts]
 
     def _wanted(self, parts: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
         """`torch.autograd.grad` and `backward(inputs=…)` run a compiled backward whose gradients no window wants.
@@ -76,7 +76,7 @@ class Delivery:
         """
         if current_graph_task() == self._whole:
             return [(bucket, slot) for bucket, slot in parts if self._buckets[bucket].real[slot].requires_grad]
-        return [place for place in parts if accumulates(self._buckets[place[0]].real[place[1]])]
+        return [key for key in parts if accumulates(self._buckets[key[0]].real[key[1]])]
 
     def deliver(
         self,
@@ -88,7 +88,7 @@ class Delivery:
         asked: Set[tuple[int, int]] = frozenset()
         if len(wanted := self._wanted(announced)) < len(announced):
             others = set(announced) - (found := set(wanted))
-            asked = {place for place in others if returns(self._buckets[place[0]].real[place[1]])}
+            asked = {key for key in others if returns(self._buckets[key[0]].real[key[1]])}
             announced, parts = wanted, [part for part in parts if part[:2] in found]
         if not announced:
             return asked

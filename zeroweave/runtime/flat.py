@@ -9,7 +9,7 @@ expired     it stays, but its values are not good any more: the next hold gather
 
 In a group of one rank the flat can be the shard's own memory (`is_shard`). Then nothing is gathered, copied or freed.
 
-A flat may have a place (`assign`). Then it is gathered there, so that its gather takes the way that all ranks have
+A flat may have a buffer (`assign`). Then it is gathered there, so that its gather takes the way that all ranks have
 agreed on. A flat that is still there on this rank alone, because it is viewed, leaves: its content moves to ordinary
 memory. Its views move with it, since they share the storage and not the memory.
 """
@@ -22,7 +22,7 @@ import torch
 
 from zeroweave._torch.storages import storage_use_count
 from zeroweave.comm.ledger import Gauge
-from zeroweave.comm.places import Place
+from zeroweave.comm.registered_buffers import RegisteredBuffer
 from zeroweave.comm.transport import Gatherer, Pending, Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
@@ -68,10 +68,10 @@ class Flat:
         self._pending: Pending | None = None
         self._adrift = False
         """True if a gather may be under way that cannot be waited for, after an exception such as Ctrl-C"""
-        self._place: Place | None = None
-        """its place from the next gather on; None: ordinary memory"""
-        self._at: Place | None = None
-        """its place now; None: ordinary memory, or none"""
+        self._buffer: RegisteredBuffer | None = None
+        """its buffer from the next gather on; None: ordinary memory"""
+        self._at: RegisteredBuffer | None = None
+        """its buffer now; None: ordinary memory, or none"""
         self._references = storage_use_count(self.storage)
 
     @property
@@ -174,16 +174,16 @@ class Flat:
         finally:
             self.stays, self._remains = before
 
-    def assign(self, place: Place | None) -> None:
-        """Sets its place from its next gather on: equally on all ranks, and between two windows."""
-        self._place = place
+    def assign(self, buffer: RegisteredBuffer | None) -> None:
+        """Sets its buffer from its next gather on: equally on all ranks, and between two windows."""
+        self._buffer = buffer
 
     def _move_in(self) -> None:
-        """Gives the storage the memory of its place; content that lingers elsewhere is copied there."""
+        """Gives the storage the memory of its buffer; content that lingers elsewhere is copied there."""
         if not self.resident:
             self._settle_in()
             self._gauge.add(self.layout.nbytes)
-        elif self._at is not self._place:
+        elif self._at is not self._buffer:
             with torch.no_grad():
                 content = self._target.clone()
                 self._give_up()
@@ -191,11 +191,11 @@ class Flat:
                 self._target.copy_(content)
 
     def _settle_in(self) -> None:
-        if self._place is None:
+        if self._buffer is None:
             self.storage.resize_(self.layout.nbytes)
         else:
-            self._place.take(self)
-            self._at = self._place
+            self._buffer.take(self)
+            self._at = self._buffer
 
     def _give_up(self) -> None:
         """Frees the memory, in stream order."""
@@ -205,7 +205,7 @@ class Flat:
             self._at = None
 
     def leave(self) -> None:
-        """Moves to ordinary memory: another flat needs the place."""
+        """Moves to ordinary memory: another flat needs the buffer."""
         if self._at is None:
             return
         self.wait()

@@ -99,7 +99,7 @@ class Gradients:
     def destination(self, bucket_id: int, slot: int) -> torch.Tensor | None:
         """Where a gradient that is delivered next may be written, of its shape and dtype; None: anywhere.
 
-        There is such a place where the present backward reduces gradients in the dtype that they come in.
+        There is such a tensor where the present backward reduces gradients in the dtype that they come in.
         """
         account = self._accounts[bucket_id]
         if self.unreduced or (self.reductions.dtype or account.bucket.dtype) != account.bucket.dtype:
@@ -113,10 +113,10 @@ class Gradients:
         """
         account = self._accounts[bucket_id]
         first = account.local is None
-        place = account.sum_of(slot)
-        if first and place is not None:
+        found = account.sum_of(slot)
+        if first and found is not None:
             self._look()
-        return place
+        return found
 
     def deliver(
         self,

@@ -14,7 +14,7 @@ class OpenCall(NamedTuple):
     lasts: bool
     """True if the schedule has an `End` for it"""
     entered: int
-    """its place in the record"""
+    """its index in the record"""
     supposed: bool | None
 
 

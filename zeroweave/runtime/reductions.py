@@ -54,7 +54,7 @@ class Reductions:
         if no other is set. `out`, if given, takes the result.
         """
         dtype = self.dtype or like.dtype
-        numel = layout.numel if whole else layout.chunks[layout.place(self._transport.rank)]
+        numel = layout.numel if whole else layout.chunks[layout.group_rank(self._transport.rank)]
         if out is None and isinstance(parts, torch.Tensor) and parts.dtype == dtype and len(parts) == numel:
             out = parts  # of a group of one rank
         elif out is None:

@@ -97,7 +97,7 @@ class Replay:
         self.micro_step = 0
         """backwards of the window that have ended"""
         self._left_out: list[int] = []
-        """places in the record of calls that the program has left out"""
+        """indices in the record of calls that the program has left out"""
         self._open = OpenCalls()
 
     @property
@@ -152,11 +152,11 @@ class Replay:
         ended = self._open.last(call)
         if ended.lasts:
             self._reach(End(call))
-        place = self.record.add(Left(call))
+        index = self.record.add(Left(call))
         if ended.supposed is not None:
             # A bucket that was not used yet may be used in a later step, on some ranks only.
             unused = any(map(self._gradients.is_unused, ended.uses))
-            self.record.suppose(ended.entered, place, ended.supposed or unused)
+            self.record.suppose(ended.entered, index, ended.supposed or unused)
         self._open.leave(ended)
         if self.following:
             if ended.lasts and not self._comes_next(End(call)):

@@ -24,13 +24,13 @@ from zeroweave._torch.autograd import (
 )
 from zeroweave._torch.modes import unseen
 from zeroweave.comm.ledger import Gauge
-from zeroweave.comm.places import Places
+from zeroweave.comm.registered_buffers import RegisteredBuffers
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
 from zeroweave.runtime.activations import Activations, Offloading
-from zeroweave.runtime.backward import Observer, WayBack
-from zeroweave.runtime.bucket import Bucket, Directory, SavedViews, seat
+from zeroweave.runtime.backward_order import Observer, WayBack
+from zeroweave.runtime.bucket import Bucket, Directory, SavedViews, assign_buffers
 from zeroweave.runtime.call_graphs import CallGraphs
 from zeroweave.runtime.copies import CopyStream
 from zeroweave.runtime.delivery import Delivery
@@ -52,7 +52,8 @@ class Runtime:
 
     `entering(name, back)` is called for each call before anything is gathered for it; `back`: True inside a backward.
     `issuing`: the scope of work that counts as a part of a gather. `trains`: True if a forward in grad mode belongs to
-    a window; without an optimizer none does. `places`: where schedules gather buckets. `streams`: see `Transfers`.
+    a window; without an optimizer none does. `registered_buffers`: where schedules gather buckets. `streams`:
+    see `Transfers`.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class Runtime:
         entering: Callable[[str, bool], None] = lambda name, back: None,
         issuing: Callable[[], AbstractContextManager[None]] = nullcontext,
         trains: bool = True,
-        places: Places | None = None,
+        registered_buffers: RegisteredBuffers | None = None,
         graphs: CallGraphs | None = None,
         streams: Callable[[torch.device], CopyStream] = CopyStream,
     ) -> None:
-        self.places = places or Places()
+        self.registered_buffers = registered_buffers or RegisteredBuffers()
         self.graphs = graphs
         """of templates' executions; None: there are none"""
         self.transport, self.policy, self._entering, self._trains = transport, policy, entering, trains
@@ -339,12 +340,12 @@ class Runtime:
 
     # ------------------------------------------------------------------ saved tensors
     def saved(self, tensors: Iterable[tuple[torch.Tensor, tuple[int, int]]], read: bool) -> None:
-        """A compiled forward saves these views, each with its place; its backward binds them itself, and may read."""
+        """A compiled forward saves these views, each with its slot; its backward binds them itself, and may read."""
         if self._frame is not None and not self._frame.covered:
             self._frame.ran_compiled(read)
         if saves_through_hooks():
-            for tensor, place in tensors:
-                self.saved_views.add(tensor, place)
+            for tensor, slot in tensors:
+                self.saved_views.add(tensor, slot)
 
     def use_in_backward(self, bucket: Bucket, origin: Frame) -> None:
         """A node of the backward needs a tensor that the eager code of the call `origin` saved."""
@@ -454,7 +455,7 @@ class Runtime:
         self.replay.next_window(schedule)
         if changes:  # once no bucket, which may have to move, is held; what does not stay is freed first
             self.replay.lingering.stay(self.policy.stays if schedule is None else schedule.stays)
-            seat(self.buckets, self.places, schedule)
+            assign_buffers(self.buckets, self.registered_buffers, schedule)
 
     def restart_peaks(self) -> None:
         """Restarts the peaks of memory: the schedule has changed."""

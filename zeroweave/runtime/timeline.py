@@ -27,7 +27,7 @@ class Record:
         self._events: list[Event] = []
         self._supposed: list[_Supposed] = []
         self._dropped: set[int] = set()
-        """places of events that do not count"""
+        """indices of events that do not count"""
 
     def __len__(self) -> int:
         return len(self._events)
@@ -36,12 +36,12 @@ class Record:
         return (event for index, event in enumerate(self._events) if index not in self._dropped)
 
     def add(self, event: Event) -> int:
-        """One more event; returns its place."""
+        """One more event; returns its index."""
         self._events.append(event)
         return len(self._events) - 1
 
     def suppose(self, entered: int, left: int, needed: bool) -> None:
-        """The call between these places stays only if some rank may have needed it. `needed`: this rank may have."""
+        """The call between these indices stays only if some rank may have needed it. `needed`: this rank may have."""
         self._supposed.append(_Supposed(entered, left, needed))
 
     def needed(self) -> bytes:
@@ -54,9 +54,9 @@ class Record:
         self.drop(index for each in unneeded for index in (each.entered, each.left))
         self._supposed.clear()
 
-    def drop(self, places: Iterable[int]) -> None:
-        """The events at these places do not count."""
-        self._dropped.update(places)
+    def drop(self, indices: Iterable[int]) -> None:
+        """The events at these indices do not count."""
+        self._dropped.update(indices)
 
     def clear(self) -> None:
         self._events.clear()

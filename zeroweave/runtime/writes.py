@@ -56,8 +56,8 @@ class Writes:
         if not found:
             return
         results = zip(found, torch.stack([result for _, result in found]).tolist(), strict=True)
-        places = [(bucket.layout.slots, place) for (bucket, _), (differs, place) in results if differs]
-        if names := {[slot.name for slot in slots if slot.offset <= place][-1] for slots, place in places}:
+        written = [(bucket.layout.slots, offset) for (bucket, _), (differs, offset) in results if differs]
+        if names := {[slot.name for slot in slots if slot.offset <= offset][-1] for slots, offset in written}:
             for bucket, _ in found:
                 bucket.accept_writes()  # this error reports them
             raise ParameterError(

@@ -6,7 +6,7 @@
     - resident          model state, and everything else that no pass can change
     = flats, reductions in flight, activations
 
-Passes see what these take together. The device has more: places, in which copy engines gather, are always there,
+Passes see what these take together. The device has more: registered buffers are always there,
 and graphs have their own memory. So what a schedule takes of the device is checked when it is made, and where that
 is too much, it is made again for less.
 
@@ -69,13 +69,13 @@ def lowered(memory: int, schedule: Schedule, costs: Costs, measured: Schedule) -
 def taken(schedule: Schedule, costs: Costs) -> int:
     """Bytes that the device is to have for all that schedules decide about.
 
-    A step without a schedule gathers in no place, and takes what measured steps took.
+    A step without a schedule gathers in no registered buffer, and takes what measured steps took.
     """
-    shared = gathered_of(schedule, schedule.places.keys() | schedule.stays)
+    shared = gathered_of(schedule, schedule.registered_buffers.keys() | schedule.stays)
     memory = simulate(schedule, costs).memory
     rest = max((used - flats for used, flats in zip(memory, shared, strict=True)), default=0)
-    stays = sum(schedule.facts.sizes[bucket] for bucket in schedule.stays - schedule.places.keys())
-    return sum(schedule.place_sizes.values()) + stays + max(rest, costs.filled)
+    stays = sum(schedule.facts.sizes[bucket] for bucket in schedule.stays - schedule.registered_buffers.keys())
+    return sum(schedule.registered_sizes.values()) + stays + max(rest, costs.filled)
 
 
 def _free(costs: Costs) -> int:

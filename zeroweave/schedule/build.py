@@ -141,7 +141,10 @@ class Schedule(Listing):
         across = (each for each in self.instructions if isinstance(each, ReduceAcross | GatherAcross))
         words += [f"{type(each).__name__} {facts.name(each.bucket)}" for each in across]
         words += [f"{facts.name(bucket)} stays gathered" for bucket in sorted(self.stays)]
-        words += [f"{facts.name(bucket)} lies in place {place}" for bucket, place in sorted(self.places.items())]
+        words += [
+            f"{facts.name(bucket)} is gathered in registered buffer {number}"
+            for bucket, number in sorted(self.registered_buffers.items())
+        ]
         words += [f"{facts.name(bucket)} is gathered by copy engine" for bucket in sorted(facts.copied)]
         return words
 

@@ -148,9 +148,9 @@ class Facts:
     stage: begin to copy each bucket for a checkpoint before it is updated (see passes/before_update.py).
     keep: buckets that stay gathered from one use to the next; "auto": as many as the memory has room for (see
     passes/keep.py).
-    placed: buckets that are gathered at a fixed address, each in its own place or in one that it shares with others
-    that are gathered at other times (see `Schedule.places`).
-    copied: those of the placed that copy engines gather.
+    registered: buckets that are gathered in registered buffers, each in its own or in one that it shares with others
+    that are gathered at other times (see `Schedule.registered_buffers`).
+    copied: those of the registered that copy engines gather.
     replicated: trainable buckets that several sharding groups have: reduced across groups once a step.
     spread: those of them whose shards lie in several groups: gathered across groups after their update.
     memory: bytes of flats, reductions in flight and activations that "auto" may reach; None: what the schedule with
@@ -167,7 +167,7 @@ class Facts:
     offload: bool = False
     stage: bool = False
     keep: frozenset[int] | Literal["auto"] = frozenset()
-    placed: frozenset[int] = frozenset()
+    registered: frozenset[int] = frozenset()
     copied: frozenset[int] = frozenset()
     replicated: frozenset[int] = frozenset()
     spread: frozenset[int] = frozenset()
@@ -177,7 +177,7 @@ class Facts:
     def __post_init__(self) -> None:
         if len(self.by_id) != len(self.buckets):
             raise ScheduleError("two buckets have the same id")
-        for name in ("kept_by_stage", "keep", "placed", "copied", "replicated", "spread"):
+        for name in ("kept_by_stage", "keep", "registered", "copied", "replicated", "spread"):
             ids: frozenset[int] | Literal["auto"] = getattr(self, name)
             if ids != "auto" and (unknown := sorted(set(ids) - self.by_id.keys())):
                 raise ScheduleError(f"{name} names unknown buckets: {unknown}")

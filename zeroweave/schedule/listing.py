@@ -89,7 +89,7 @@ class Listing:
 
     def by_copy_engine(self, kind: Kind, bucket: int) -> bool:
         """True if a collective runs in its own queue, concurrently with those by kernel."""
-        return kind == "all_gather" and bucket in self.facts.copied and bucket in self.places
+        return kind == "all_gather" and bucket in self.facts.copied and bucket in self.registered_buffers
 
     @cached_property
     def _first_and_last_holds(self) -> tuple[frozenset[int], frozenset[int]]:
@@ -107,37 +107,37 @@ class Listing:
         return frozenset(first), frozenset(last)
 
     @cached_property
-    def places(self) -> dict[int, int]:
-        """The place, from 0, of each gathered bucket of ``facts.placed``: the memory in which it takes turns.
+    def registered_buffers(self) -> dict[int, int]:
+        """The number, from 0, of the registered buffer in which each bucket of ``facts.registered`` is gathered.
 
         Two that are gathered at the same time differ. A bucket that stays from step to step, because nothing changes
-        it, has no place. A bucket has one place, however often it is gathered. A place is as large as the largest
-        bucket in it, so the large buckets choose first, each the lowest place that it can have: they share what is
-        large. Those of equal size choose in the order of their first gathers.
+        it, has none. A bucket has one, however often it is gathered. A buffer is as large as the largest bucket in it,
+        so the large buckets choose first, each the lowest number that it can have: they share what is large. Those of
+        equal size choose in the order of their first gathers.
         """
         neighbours: dict[int, set[int]] = {}  # with which others a bucket is gathered at some time
         live: set[int] = set()
         for index, instruction in enumerate(self.instructions):
             match instruction:
-                case Unshard(bucket) if index in self.gathers and bucket in self.facts.placed:
+                case Unshard(bucket) if index in self.gathers and bucket in self.facts.registered:
                     neighbours.setdefault(bucket, set()).update(live)
                     for other in live:
                         neighbours[other].add(bucket)
                     live.add(bucket)
                 case Reshard(bucket) if index in self.drops:
                     live.discard(bucket)
-        places: dict[int, int] = {}
+        numbers: dict[int, int] = {}
         for bucket in sorted(neighbours, key=lambda each: -self.facts.sizes[each]):
-            taken = {places[other] for other in neighbours[bucket] if other in places}
-            places[bucket] = next(place for place in count() if place not in taken)
-        return places
+            taken = {numbers[other] for other in neighbours[bucket] if other in numbers}
+            numbers[bucket] = next(number for number in count() if number not in taken)
+        return numbers
 
     @cached_property
-    def place_sizes(self) -> dict[int, int]:
-        """Bytes of each place, by number: those of the largest bucket in it."""
+    def registered_sizes(self) -> dict[int, int]:
+        """Bytes of each registered buffer, by number: those of the largest bucket in it."""
         sizes: dict[int, int] = {}
-        for bucket, place in self.places.items():
-            sizes[place] = max(sizes.get(place, 0), self.facts.sizes[bucket])
+        for bucket, number in self.registered_buffers.items():
+            sizes[number] = max(sizes.get(number, 0), self.facts.sizes[bucket])
         return sizes
 
     @cached_property
@@ -179,8 +179,8 @@ class Listing:
                 return "Free"
             case Unshard(bucket) if bucket in self.stays:
                 return f"Unshard {name(bucket)} (stays)"
-            case Unshard(bucket) if bucket in self.places:
-                return f"Unshard {name(bucket)} at {self.places[bucket]}"
+            case Unshard(bucket) if bucket in self.registered_buffers:
+                return f"Unshard {name(bucket)} at {self.registered_buffers[bucket]}"
             case _:
                 return f"{type(instruction).__name__} {name(instruction.bucket)}"
 

@@ -154,11 +154,11 @@ class Step:
         last = "the start of the step"
         lane = {False: "", True: ""}
         operations: list[Operation] = []
-        places: dict[int, int] = {}  # in operations, by the index of the instruction
+        positions: dict[int, int] = {}  # in operations, by the index of the instruction
         waits: dict[int, float] = {}
         for index, moment in enumerate(moments):
             instruction, until = moment.instruction, moment.start
-            awaited = places.get(schedule.producers.get(index, -1))
+            awaited = positions.get(schedule.producers.get(index, -1))
             if awaited is not None:
                 until = operations[awaited].over
             elif isinstance(instruction, Release):
@@ -170,7 +170,7 @@ class Step:
                     operations[awaited] = replace(each, exposed=each.exposed + waited)
             if index in schedule.sends and sent.get(schedule.sends[index]):
                 (kind, bucket), (issued, over) = schedule.sends[index], sent[schedule.sends[index]].popleft()
-                places[index] = len(operations)
+                positions[index] = len(operations)
                 facts = schedule.facts.by_id[bucket]
                 by_engine = schedule.by_copy_engine(kind, bucket)
                 # One that is over before its predecessor ran concurrently with it, as gloo's may.

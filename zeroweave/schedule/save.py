@@ -15,7 +15,7 @@ from zeroweave.errors import ScheduleError
 from zeroweave.schedule.facts import Costs, Facts, Kind
 from zeroweave.schedule.instructions import Event, Instruction
 
-VERSION: Final = 4
+VERSION: Final = 5
 
 
 def _by_kind(union: Any) -> Any:
@@ -60,7 +60,7 @@ class File(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True)
 
-    version: Literal[4]
+    version: Literal[5]
     facts: Facts
     record: tuple[Annotated[Event, _ByKind], ...]
     instructions: tuple[Annotated[Instruction, _ByKind], ...]

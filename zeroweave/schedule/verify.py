@@ -38,10 +38,10 @@ def verify(schedule: Listing) -> None:
     Values: a call's buckets are unsharded and waited for when it runs and until it ends; no hold is dropped that was
     not taken, none while a call or a gather still needs the storage, and none is left at the end but on a bucket that
     stays and was waited for, which no update changes. A kept bucket is gathered exactly once in addition. All of that
-    holds whether what stays is there at the start or not. Places: no other bucket is in a bucket's place while that is
-    gathered. Gradients: only trainable buckets are reduced, each at least once;
-    every reduction is settled before the bucket's next and before its update; at most ``depth`` are in flight, as
-    `Facts.load` counts them, and none at an update unless ``update_by_bucket``; every trainable bucket is updated
+    holds whether what stays is there at the start or not. Registered buffers: no other bucket is in a bucket's buffer
+    while that is gathered. Gradients: only trainable buckets are reduced, each at least once; every reduction is
+    settled before the bucket's next and before its update; at most ``depth`` are in flight, as `Facts.load` counts
+    them, and none at an update unless ``update_by_bucket``; every trainable bucket is updated
     exactly once, and after the first update nothing is run, reduced or gathered. Replicated buckets: reduced across
     groups once, after all other reductions and in their order, when all of the window has settled; settled before the
     update; and gathered across groups once, after all updates and in the order of the layout.
@@ -82,8 +82,8 @@ class _State:
     def __init__(self, schedule: Listing) -> None:
         self.facts = schedule.facts
         self.lasting = schedule.lasting
-        self.places = schedule.places
-        self.lying: dict[int, int] = {}  # place -> the bucket that is there
+        self.registered_buffers = schedule.registered_buffers
+        self.gathered_in: dict[int, int] = {}  # registered buffer -> the bucket that is there
         self.open_calls: dict[Call, list[tuple[int, ...]]] = {}
         self.holds = dict.fromkeys(self.facts.by_id, 0)
         self.readers = dict.fromkeys(self.facts.by_id, 0)  # open calls that use the bucket
@@ -161,9 +161,9 @@ class _State:
                 raise ScheduleError("the bucket is kept and must be gathered once")
             self.gathers[bucket] += 1
             self.waited.discard(bucket)
-            place = self.places.get(bucket)
-            if place is not None and self.lying.setdefault(place, bucket) != bucket:
-                raise ScheduleError(f"{self.facts.name(self.lying[place])} lies in place {place}")
+            number = self.registered_buffers.get(bucket)
+            if number is not None and self.gathered_in.setdefault(number, bucket) != bucket:
+                raise ScheduleError(f"{self.facts.name(self.gathered_in[number])} is in registered buffer {number}")
         self.holds[bucket] += 1
 
     def _run(self, call: Call, uses: tuple[int, ...], lasts: bool) -> None:
@@ -185,8 +185,8 @@ class _State:
                 raise ScheduleError("the last hold is dropped while the bucket is in use")
             if bucket not in self.waited:
                 raise ScheduleError("the last hold is dropped while the bucket is being gathered")
-            if bucket in self.places:
-                del self.lying[self.places[bucket]]
+            if bucket in self.registered_buffers:
+                del self.gathered_in[self.registered_buffers[bucket]]
         self.holds[bucket] -= 1
 
     def _reduce(self, bucket: int) -> None:

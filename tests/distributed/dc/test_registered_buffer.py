@@ -15,11 +15,11 @@ from torch import Tensor
 from tests.support.dc_world import draw
 from tests.support.harness import Pools
 from tests.support.marks import daily
-from tests.support.placed import Slabs
+from tests.support.registered import Slabs
 from zeroweave import dc
 from zeroweave.comm.copy_engine import CopyEngineGathers, no_room
-from zeroweave.comm.places import Places
 from zeroweave.comm.process_group import ProcessGroupTransport
+from zeroweave.comm.registered_buffers import RegisteredBuffers
 from zeroweave.dc.registered_buffer import BufferedGathers
 from zeroweave.notices import warn
 
@@ -33,12 +33,14 @@ class Doubles(Slabs):
         self, transport: Any, control: Any, device: Any, ledger: Any, ends: ExitStack, failed: Any
     ) -> BufferedGathers:
         engine = ProcessGroupTransport(transport.group, device, ledger, "world by copy engine", in_place=True)
-        inner = CopyEngineGathers(transport, engine, self.placed)
+        inner = CopyEngineGathers(transport, engine, self.registered)
 
         def tell(nbytes: int) -> None:
             warn(no_room(nbytes, "a test wants it", "symmetric_memory"), control.rank)
 
-        made = BufferedGathers(inner, Places(self.make, ledger.gauge("symmetric memory"), tell), control, device)
+        made = BufferedGathers(
+            inner, RegisteredBuffers(self.make, ledger.gauge("symmetric memory"), tell), control, device
+        )
         ends.callback(made.close)
         return made
 

@@ -10,7 +10,7 @@ from tests.engine.test_call_graphs import engine_of, same_parameters, train
 from tests.support.graph_double import GraphDouble
 from tests.support.harness import Pools
 from tests.support.marks import daily
-from zeroweave.comm.places import Places
+from zeroweave.comm.registered_buffers import RegisteredBuffers
 
 
 def trains(stage: int, gas: int, lengths: tuple[int, ...]) -> tuple[bool, bool, int]:
@@ -19,7 +19,7 @@ def trains(stage: int, gas: int, lengths: tuple[int, ...]) -> tuple[bool, bool, 
     assembly = "zeroweave.engine.assembly"
     with (
         patch(f"{assembly}.capture_for", lambda device: GraphDouble(1 << 24)),
-        patch(f"{assembly}.fixed_places", lambda device, gauge: Places()),  # those are of a CUDA device
+        patch(f"{assembly}.fixed_buffers", lambda device, gauge: RegisteredBuffers()),  # those are of a CUDA device
     ):
         engine = engine_of(True, stage, gas)
     got = train(engine, 12, lengths)

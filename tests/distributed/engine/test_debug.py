@@ -43,7 +43,7 @@ def train(stage: int, debug: dict[str, bool]) -> tuple[dict[str, Tensor], list[d
             engine.step()
         with engine.full_parameters() as parameters:
             values = {name: p.detach().clone() for name, p in parameters.items()}
-        return values, gradients, engine.stats.total, isinstance(engine._parts.transport._inner, Fenced)
+        return values, gradients, engine.stats.total, isinstance(engine._context.transport._inner, Fenced)
 
 
 @pytest.mark.matrix

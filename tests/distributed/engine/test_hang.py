@@ -60,7 +60,7 @@ def test_a_stopped_rank_is_missed(
 def stops_in_a_comparison(folder: Path, engine: zw.Engine) -> None:
     """Rank 1 is stopped in front of the first comparison of schedules, which no collective is."""
     if engine.rank == 1 and engine.global_steps == 0:
-        agreements = engine._parts.agreements
+        agreements = engine._context.agreements
         agreements.schedule = lambda schedule: stop(folder)  # type: ignore[method-assign]
 
 

@@ -18,7 +18,7 @@ import zeroweave as zw
 from tests.distributed.optim.test_optimizer_state import all_of, build, differing, settings, train
 from tests.support.harness import Outcome, Pools
 from zeroweave.engine.state_dict import FullValues
-from zeroweave.optim.room import Room
+from zeroweave.optim.state_memory import Room
 from zeroweave.optim.states import describe
 
 PLENTY = 2**40
@@ -73,13 +73,13 @@ def test_the_state_lies_on_the_device_or_in_host_memory() -> None:
     model, optimizer = build()
     engine = zw.initialize(model, optimizer, settings(2))
     train(engine, range(1))
-    parts = engine._parts
-    with patch.object(parts.optimizer, "_device", torch.device("meta")):
-        gathered = parts.optimizer.gather(parts.transport, parts.control, Room("here", PLENTY, PLENTY))
+    context = engine._context
+    with patch.object(context.optimizer, "_device", torch.device("meta")):
+        gathered = context.optimizer.gather(context.transport, context.control, Room("here", PLENTY, PLENTY))
         assert {held["exp_avg"].device.type for held in gathered.states.values()} == {"meta"}
         assert {held["step"].device.type for held in gathered.states.values()} == {"cpu"}
         with pytest.raises(NotImplementedError, match="copy out of meta tensor"):
-            parts.optimizer.gather(parts.transport, parts.control, Room("here", PLENTY, SOME))
+            context.optimizer.gather(context.transport, context.control, Room("here", PLENTY, SOME))
     engine.destroy()
 
 
@@ -157,13 +157,13 @@ def one_bucket_at_a_time() -> tuple[list[int], list[int], int]:
     model, optimizer = build()
     engine = zw.initialize(model, optimizer, settings(2, bucket={"bytes": 400}))
     train(engine, range(1))
-    parts = engine._parts
-    wide = dict.fromkeys(parts.original_dtypes, torch.float64)
+    context = engine._context
+    wide = dict.fromkeys(context.original_dtypes, torch.float64)
     with Flats() as flats:
         values = FullValues(engine._runtime, wide)
     assert all(values(name).dtype == torch.float64 for name in wide)
     with Flats() as others:
-        assert parts.optimizer.gather(parts.transport, parts.control, Room("here", PLENTY)).states
+        assert context.optimizer.gather(context.transport, context.control, Room("here", PLENTY)).states
     told = flats.alive, others.alive, len(engine.buckets)
     engine.destroy()
     return told

@@ -105,7 +105,7 @@ def held_references(stage: int, lower: str | None) -> tuple[bool, int]:
         compile_ = {"enabled": False} if lower is None else {"lower": lower}
         with zw.initialize(model, optimizer, {"stage": stage, "compile": compile_}) as engine:
             if late:
-                engine._parts.transport.wrap(Late)
+                engine._context.transport.wrap(Late)
             for step in range(12):
                 x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
                 engine.backward(engine(x).pow(2).mean())

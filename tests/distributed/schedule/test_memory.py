@@ -61,7 +61,7 @@ def training(size: int, **settings: Any) -> Iterator[tuple[Any, CountedClock, Ca
         def step(most: int = 0, refused: int = 0) -> str:
             top[:] = most, refused
             regression(engine, module, rows(engine.rank, engine.micro_steps), engine.backward)
-            found = "" if engine._parts.transport.skips else digest([engine.gradients()])
+            found = "" if engine._context.transport.skips else digest([engine.gradients()])
             engine.step()
             clock.add(-clock.added)
             return found
@@ -98,7 +98,7 @@ def course(sizes: tuple[int, int], most: list[tuple[int, int]], settings: dict[s
             same &= step(each[rank]) == plain()
             found.append(kept(engine))
             prints.append(engine.schedule.fingerprint)
-            told += [each.reason for each in engine._parts.journal.take() if "memory" in each.reason]
+            told += [each.reason for each in engine._context.journal.take() if "memory" in each.reason]
         return Course(found, prints, same, engine.stats.departures, told)
 
 

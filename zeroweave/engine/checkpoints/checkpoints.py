@@ -47,17 +47,17 @@ class Checkpoints:
 
     def __init__(
         self,
-        parts: EngineContext,
+        context: EngineContext,
         window: Window,
         step: OptimizerStep,
         scheduler: Scheduler,
         values: ParameterAccess,
         faults: Faults,
     ) -> None:
-        self._parts, self._control, self._window = parts, parts.control, window
+        self._context, self._control, self._window = context, context.control, window
         self._values, self._faults = values, faults
-        self._scheduler, self._staging = scheduler, parts.runtime.replay.executor.staging
-        self._saved, self._loaded = Saved(parts, window, step, faults), Loaded(parts, window, step)
+        self._scheduler, self._staging = scheduler, context.runtime.replay.executor.staging
+        self._saved, self._loaded = Saved(context, window, step, faults), Loaded(context, window, step)
         self._async_save: AsyncSave | None = None
         """the save that runs while steps run"""
         self._client_state: Callable[[], Plain] = dict
@@ -67,13 +67,13 @@ class Checkpoints:
     @contextmanager
     def alone(self, call: str) -> Iterator[None]:
         """Guards a call that all ranks make, between two windows. A save that still runs is over then."""
-        with self._parts.guard(call):
+        with self._context.guard(call):
             what, window = f"{call}()", self._window
             window.refuse_inside(what)
             window.refuse_coalescing(what)
             window.refuse_computing(what, "call it between them")
             window.refuse_waiting(what)
-            self._parts.guard.meet()
+            self._context.guard.meet()
             self.finish()
             yield
 
@@ -85,11 +85,13 @@ class Checkpoints:
             raise EngineError(f"client_state is a {type(client_state).__name__}: pass a dictionary, or nothing")
         client = dict(client_state or {})
         with self.alone("save"):
-            if self._parts.optimizer is not None:  # what groups hold by now has no name, or no values that were trained
-                self._parts.optimizer.groups.refuse_changed()
+            if (
+                self._context.optimizer is not None
+            ):  # what groups hold by now has no name, or no values that were trained
+                self._context.optimizer.groups.refuse_changed()
             # The directory that the process works in may be another one by the time that a thread writes.
-            step, folder = self._parts.progress.step, Folder(Path(path).absolute() if asynchronous else path)
-            keeping, stage = self._parts.config.checkpoint, self._parts.config.stage
+            step, folder = self._context.progress.step, Folder(Path(path).absolute() if asynchronous else path)
+            keeping, stage = self._context.config.checkpoint, self._context.config.stage
             keep = None if keeping.keep_last is None else (keeping.keep_last, keeping.keep_every)
             staged = asynchronous and self._stages()
             content = self._saved.content(client, data, asynchronous)
@@ -105,7 +107,7 @@ class Checkpoints:
 
     def _stages(self) -> bool:
         """Makes the next window begin copies for a save. True if it will. Collective."""
-        if not self._parts.between_windows:
+        if not self._context.between_windows:
             return False
         if not self._scheduler.settings.stage:
             self._scheduler.reschedule({"stage": True})
@@ -119,9 +121,9 @@ class Checkpoints:
     def close(self) -> None:
         """As `finish`, where the engine ends: what has failed is raised when all else has ended."""
         if self._async_save is not None:
-            self._parts.guard.meet()
+            self._context.guard.meet()
         if (failure := self._advance(wait=True)) is not None:
-            self._parts.ends.callback(_raise, failure)
+            self._context.ends.callback(_raise, failure)
 
     def _advance(self, wait: bool) -> CheckpointError | None:
         """Advances an asynchronous save, to its end if the ranks `wait`. Returns the failure, or None."""
@@ -138,23 +140,23 @@ class Checkpoints:
 
     def step_ended(self, boundary: bool) -> None:
         """Advances an asynchronous save; at the boundary, signals are obeyed. Collective."""
-        if self._parts.transport.skips:
+        if self._context.transport.skips:
             return
-        signals, failure = self._parts.agreements.notes.take(NUMBERS) if boundary else frozenset(), None
+        signals, failure = self._context.agreements.notes.take(NUMBERS) if boundary else frozenset(), None
         if self._async_save is not None:
-            with self._parts.guard("step"):
+            with self._context.guard("step"):
                 failure = self._advance(wait=bool(signals))
         if signals:
             if failure is not None and self._control.rank == 0:
                 _LOG.warning("zeroweave: %s", failure)  # the job may end here
             self._obey(signals)
         if failure is not None:
-            with self._parts.guard("step"):
+            with self._context.guard("step"):
                 raise failure
 
     def _obey(self, signals: frozenset[signal.Signals]) -> None:
         """Saves, and ends the job, as signals ask for that all ranks know of. Collective."""
-        folder = self._parts.config.checkpoint.save_on_signal
+        folder = self._context.config.checkpoint.save_on_signal
         assert folder is not None  # else no signal is handled
         tag, ends = self.save(folder, None, self._client_state(), self._data), signal.SIGTERM in signals
         if self._control.rank == 0:
@@ -178,7 +180,7 @@ class Checkpoints:
                     _take_position(data, compatibility.data(self._control.rank, self._control.world))
                 self._loaded.load_extra(compatibility)
                 if (numbers := compatibility.values.get(f"rank/{self._control.rank}/random")) is not None:
-                    random_numbers.restore(numbers, self._parts.device)
+                    random_numbers.restore(numbers, self._context.device)
                 with self._values.rewriting("load()"):
                     self._loaded.load(reader, compatibility)
             return client
@@ -193,16 +195,16 @@ class Checkpoints:
             raise EngineError(f"shard_bytes of an export is {shard_bytes!r}: pass a number of bytes, 1 or more")
         with self.alone("export"):
             self._values.tell_left_out("export()")
-            failure, items = "", stream(self._parts)
+            failure, items = "", stream(self._context)
             cause: Exception | None = None
-            if foreign := foreign_parameters(self._parts.model):
+            if foreign := foreign_parameters(self._context.model):
                 warn(f"the export leaves out frozen parameters that are not sharded: {foreign}", self._control.rank)
             if self._control.rank == 0:
                 tensors = (rounding.cast(value, cast(value.dtype, dtype)) for _, value in items)
                 try:
                     all_of = [
                         Part(name, shape, cast(kind, dtype), 0, prod(shape))
-                        for name, shape, kind in listed(self._parts)
+                        for name, shape, kind in listed(self._context)
                     ]
                     export(Path(path), all_of, tensors, shard_bytes, self._save_config)
                 except (OSError, CheckpointError) as error:
@@ -214,7 +216,7 @@ class Checkpoints:
 
     def _save_config(self, folder: Path) -> None:
         """Models of transformers have a config, which `from_pretrained` reads."""
-        for config in (getattr(self._parts.model, name, None) for name in CONFIGS):
+        for config in (getattr(self._context.model, name, None) for name in CONFIGS):
             if config is not None and hasattr(config, "save_pretrained"):
                 try:
                     config.save_pretrained(folder)

@@ -38,9 +38,9 @@ from zeroweave.engine.write_check import digest
 from zeroweave.errors import EngineError
 from zeroweave.layout import Fragment
 from zeroweave.notices import warn
-from zeroweave.optim.codes import BLOCK, Coded, decode
+from zeroweave.optim.multi_optimizer import kind_of
 from zeroweave.optim.options import set_options
-from zeroweave.optim.several import kind_of
+from zeroweave.optim.quantize8 import BLOCK, Coded, decode
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.ranks.faults import Faults
 from zeroweave.runtime.bucket import Bucket
@@ -77,8 +77,8 @@ class _Held(NamedTuple):
 class Saved:
     """What one engine has for a checkpoint, by the names of this package."""
 
-    def __init__(self, parts: EngineContext, window: Window, step: OptimizerStep, faults: Faults) -> None:
-        self._parts, self._runtime, self._control = parts, parts.runtime, parts.control
+    def __init__(self, context: EngineContext, window: Window, step: OptimizerStep, faults: Faults) -> None:
+        self._context, self._runtime, self._control = context, context.runtime, context.control
         self._window, self._step, self._faults = window, step, faults
 
     def content(self, client: Mapping[str, Any], data: Any, in_thread: bool) -> Callable[[], Content]:
@@ -91,7 +91,7 @@ class Saved:
 
     def _own_buffers(self) -> dict[str, torch.Tensor]:
         """Rank 0's, by name, and those of this rank that differ from them. Collective."""
-        buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self._parts.model)}
+        buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self._context.model)}
         digests = {name: digest(buffer) for name, buffer in buffers.items()}
         first = self._control.broadcast_object(digests, label="the buffers")
         if (rank := self._control.rank) == 0:
@@ -104,7 +104,7 @@ class Saved:
 
     def _extra(self) -> dict[str, Any]:
         """The extra state of modules. Collective."""
-        extra = {name: module.get_extra_state() for name, module in extra_states(self._parts.model).items()}
+        extra = {name: module.get_extra_state() for name, module in extra_states(self._context.model).items()}
         return self._own("extra", {name: plain.encode(state, name) for name, state in extra.items()}) if extra else {}
 
     def _own(self, name: str, mine: Any) -> dict[str, Any]:
@@ -119,13 +119,13 @@ class Saved:
     ) -> Content:
         """What this rank has to write; of its values, those in `told` are known."""
         self._runtime.transfers.finish()
-        rank, buckets, optimizer = self._control.rank, self._runtime.buckets.values(), self._parts.optimizer
+        rank, buckets, optimizer = self._control.rank, self._runtime.buckets.values(), self._context.optimizer
         if optimizer is not None and (odd := optimizer.offload.uncuttable()):
             raise EngineError(f"[ZW606] {odd}")
         outlines = ((bucket, bucket.shard.to("meta")) for bucket in buckets)
         parts = [part for bucket, shard in outlines for part, _ in self._pieces(bucket, shard)]
         others = [(Part.of(name, value), value) for name, value in buffers.items()]
-        values = {f"rank/{rank}/random": plain.encode(random_numbers.states(self._parts.device), "random"), **told}
+        values = {f"rank/{rank}/random": plain.encode(random_numbers.states(self._context.device), "random"), **told}
         values |= {name: value for bucket in buckets for name, value in self._scalars(bucket)}
         if rank == 0:
             stored = plain.Stored("client")
@@ -149,8 +149,8 @@ class Saved:
     def _at_rest(self, bucket: Bucket) -> list[_Portion]:
         """What holds the values of `_pieces`, in the same order."""
         portions: list[_Portion] = []
-        for index, _, place in _fragments(bucket):
-            if place.numel:
+        for index, _, fragment in _fragments(bucket):
+            if fragment.numel:
                 held = [bucket.fragment(tensor, index) for tensor in bucket.home.at_rest]
                 portions += _portions(held, [_AT_ONCE] * len(held), whole)
                 outline, cut, coded = self._held(bucket, index)
@@ -176,22 +176,22 @@ class Saved:
 
         `decoded`: what has few bits has its values.
         """
-        for index, name, place in _fragments(bucket):
+        for index, name, fragment in _fragments(bucket):
             shape, mine = bucket.layout.slots[index].shape, bucket.fragment(shard, index)
-            yield Part(f"param/{name}", shape, mine.dtype, place.offset, place.numel), mine
+            yield Part(f"param/{name}", shape, mine.dtype, fragment.offset, fragment.numel), mine
             held, cut, coded = self._held(bucket, index)
-            if coded and decoded and self._parts.optimizer is not None:
-                held = self._parts.optimizer.state_of(bucket.id, index)
+            if coded and decoded and self._context.optimizer is not None:
+                held = self._context.optimizer.state_of(bucket.id, index)
             for key, value in held.items():
                 if key in cut:
                     part = f"state/{name}/{quoted(key)}"
-                    yield Part(part, shape, value.dtype, place.offset, place.numel), value
+                    yield Part(part, shape, value.dtype, fragment.offset, fragment.numel), value
 
     def _scalars(self, bucket: Bucket) -> Iterator[tuple[str, Any]]:
         """What the optimizer keeps of whole parameters, encoded: told by the first rank that has something of one."""
         layout = bucket.layout
         for index, slot in enumerate(() if bucket.copy else layout.slots):
-            sizes = [layout.fragment(index, place).numel for place in range(bucket.rank + 1)]
+            sizes = [layout.fragment(index, rank).numel for rank in range(bucket.rank + 1)]
             if not sizes[-1] or any(sizes[:-1]):
                 continue
             held, cut, _ = self._held(bucket, index)
@@ -202,9 +202,9 @@ class Saved:
 
     def _held(self, bucket: Bucket, slot: int) -> _Held:
         """EngineError where a checkpoint has no names for it."""
-        if self._parts.optimizer is None or not bucket.layout.trainable:
+        if self._context.optimizer is None or not bucket.layout.trainable:
             return _Held({}, frozenset(), {})
-        offload = self._parts.optimizer.offload
+        offload = self._context.optimizer.offload
         outline = offload.outline_of(bucket.id, slot)
         if others := [key for key in outline if type(key) is not str]:
             raise EngineError(
@@ -214,7 +214,7 @@ class Saved:
 
     def _facts(self) -> dict[str, Any]:
         """What all ranks share."""
-        optimizer, scheduler = self._parts.optimizer, self._step.lr_scheduler
+        optimizer, scheduler = self._context.optimizer, self._step.lr_scheduler
         facts: dict[str, Any] = {
             "model": plain.encode(self._model().model_dump(), "model"),
             "run": {"micro_steps": self._window.micro_steps, "skipped_steps": self._step.skipped},
@@ -237,25 +237,25 @@ class Saved:
             warn(
                 f"the checkpoint leaves out what the optimizer keeps of no parameter, under {', '.join(rest)} of its "
                 "state: hand it to save() as client_state, and put it back behind load()",
-                self._parts.control.rank,
+                self._context.control.rank,
             )
 
     def _model(self) -> Model:
         """What an export without an engine needs besides the tensors."""
         dtypes, aliases = {}, {}
-        for key, canonical, slot in keys(self._parts):
-            dtypes[canonical] = NAMES[self._parts.original_dtypes[slot.name]]
+        for key, canonical, slot in keys(self._context):
+            dtypes[canonical] = NAMES[self._context.original_dtypes[slot.name]]
             if key != canonical:
                 aliases[key] = canonical
-        buffers = {id(buffer): name for name, buffer in reversed([*persistent_buffers(self._parts.model)])}
-        for name, buffer in persistent_buffers(self._parts.model, every_name=True):
+        buffers = {id(buffer): name for name, buffer in reversed([*persistent_buffers(self._context.model)])}
+        for name, buffer in persistent_buffers(self._context.model, every_name=True):
             aliases |= {name: buffers[id(buffer)]} if name != buffers[id(buffer)] else {}
-        configs: list[tuple[str, Any]] = [(name, getattr(self._parts.model, name, None)) for name in CONFIGS]
+        configs: list[tuple[str, Any]] = [(name, getattr(self._context.model, name, None)) for name in CONFIGS]
         texts = {name: config.to_json_string() for name, config in configs if hasattr(config, "to_json_string")}
         return Model(dtypes=dtypes, aliases=aliases, configs=texts)
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        names = names_of(self._parts)
+        names = names_of(self._context)
         return [
             {
                 "params": [names[id(parameter)] for parameter in group["params"]],
@@ -273,9 +273,9 @@ def _fragments(bucket: Bucket) -> Iterator[tuple[int, str, Fragment]]:
     """The slots of which this rank saves something, with their NAME; one without elements is the first rank's."""
     layout = bucket.layout
     for index, slot in enumerate(() if bucket.copy else layout.slots):
-        place = layout.fragment(index, bucket.rank)
-        if place.numel or not (slot.numel or bucket.rank):
-            yield index, layout.keys(slot.name)[bucket.number], place
+        fragment = layout.fragment(index, bucket.rank)
+        if fragment.numel or not (slot.numel or bucket.rank):
+            yield index, layout.keys(slot.name)[bucket.number], fragment
 
 
 def _portions(held: Sequence[torch.Tensor], sizes: Sequence[int], values: _Values) -> Iterator[_Portion]:
@@ -296,8 +296,8 @@ def _whole(snapshot: Snapshot, portions: Sequence[_Portion]) -> Iterator[torch.T
 class Loaded:
     """Puts a checkpoint, by the names of this package, into one engine."""
 
-    def __init__(self, parts: EngineContext, window: Window, step: OptimizerStep) -> None:
-        self._parts, self._runtime, self._control = parts, parts.runtime, parts.control
+    def __init__(self, context: EngineContext, window: Window, step: OptimizerStep) -> None:
+        self._context, self._runtime, self._control = context, context.runtime, context.control
         self._window, self._step = window, step
 
     def wanted(self) -> Wanted:
@@ -305,12 +305,12 @@ class Loaded:
         buckets = self._runtime.buckets.values()
         held = [(key, slot, b) for b in buckets for slot in b.layout.slots for key in b.layout.keys(slot.name)]
         parameters = {key: slot.shape for key, slot, _ in held}
-        buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self._parts.model)}
-        optimizer, scheduler = self._parts.optimizer, self._step.lr_scheduler
-        extra = extra_states(self._parts.model).keys()
+        buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self._context.model)}
+        optimizer, scheduler = self._context.optimizer, self._step.lr_scheduler
+        extra = extra_states(self._context.model).keys()
         if optimizer is None:
             return Wanted(parameters, buffers, extra=extra)
-        names = names_of(self._parts)
+        names = names_of(self._context)
         groups = [[names[id(p)] for p in group["params"]] for group in optimizer.optimizer.param_groups]
         kind = None if scheduler is None else kind_of(scheduler)
         told = kind_of(optimizer.optimizer), groups
@@ -327,7 +327,7 @@ class Loaded:
 
     def load_extra(self, compatibility: Compatibility) -> None:
         """Hands the modules their extra state, which they may refuse."""
-        modules = extra_states(self._parts.model)
+        modules = extra_states(self._context.model)
         for name, state in compatibility.extra(self._control.rank).items():
             if name in modules:
                 modules[name].set_extra_state(state)
@@ -335,7 +335,7 @@ class Loaded:
     @torch.no_grad()
     def load(self, reader: Reader, compatibility: Compatibility) -> None:
         """Takes what fits: see `Compatibility.check`."""
-        facts, optimizer, scheduler = compatibility.facts, self._parts.optimizer, self._step.lr_scheduler
+        facts, optimizer, scheduler = compatibility.facts, self._context.optimizer, self._step.lr_scheduler
         saved = facts.optimizer
         for bucket in self._runtime.buckets.values():
             self._load_parameters(bucket, reader)
@@ -347,7 +347,7 @@ class Loaded:
                 set_options(mine, group.options)
         if scheduler is not None and facts.lr_scheduler is not None:
             scheduler.load_state_dict(facts.lr_scheduler.state)
-        self._parts.progress.resume(reader.manifest.step)
+        self._context.progress.resume(reader.manifest.step)
         self._window.resume(facts.run.micro_steps)
         self._step.resume(facts.run.skipped_steps, facts.loss_scale.model_dump())
 
@@ -355,9 +355,9 @@ class Loaded:
         layout, shard = bucket.layout, bucket.values().to("cpu", copy=True)
         for index, slot in enumerate(layout.slots):
             name = f"param/{layout.keys(slot.name)[bucket.number]}"
-            place = layout.fragment(index, bucket.rank)
-            if place.numel and name in reader.manifest.tensors:
-                bucket.fragment(shard, index).copy_(reader.read(name, place.offset, place.numel))
+            fragment = layout.fragment(index, bucket.rank)
+            if fragment.numel and name in reader.manifest.tensors:
+                bucket.fragment(shard, index).copy_(reader.read(name, fragment.offset, fragment.numel))
         bucket.put(shard.to(bucket.device))
         bucket.renew()
 
@@ -369,12 +369,12 @@ class Loaded:
         states: dict[int, dict[str, Any]] = {}
         shards: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         for index, slot in enumerate(layout.slots):
-            place, name = layout.fragment(index, bucket.rank), layout.keys(slot.name)[bucket.number]
-            if not place.numel or f"param/{name}" not in reader.manifest.tensors:
+            fragment, name = layout.fragment(index, bucket.rank), layout.keys(slot.name)[bucket.number]
+            if not fragment.numel or f"param/{name}" not in reader.manifest.tensors:
                 continue
             state = states[index] = {}
             for key in compatibility.cut.get(name, ()):
-                read = reader.read(f"state/{name}/{quoted(key)}", place.offset, place.numel)
+                read = reader.read(f"state/{name}/{quoted(key)}", fragment.offset, fragment.numel)
                 if (key, read.dtype) not in shards:
                     shards[key, read.dtype] = torch.zeros(layout.shard_numel, dtype=read.dtype, device=home)
                 state[key] = bucket.fragment(shards[key, read.dtype], index).copy_(read)
@@ -384,7 +384,7 @@ class Loaded:
         return states
 
     def _load_buffers(self, reader: Reader, compatibility: Compatibility) -> None:
-        for name, buffer in persistent_buffers(self._parts.model):
+        for name, buffer in persistent_buffers(self._context.model):
             saved = compatibility.buffer(name, self._control.rank)
             if saved in reader.manifest.tensors:
                 buffer.copy_(reader.whole(saved))

@@ -77,9 +77,11 @@ class _Share(NamedTuple):
 class Log:
     """The log of one engine. `sinks`: where it goes; none on ranks other than 0."""
 
-    def __init__(self, parts: EngineContext, scheduler: Scheduler, step: OptimizerStep, sinks: Sequence[Sink]) -> None:
-        self._parts, self._scheduler, self._step, self._sinks = parts, scheduler, step, list(sinks)
-        self._every, self._told = parts.config.log.every, False
+    def __init__(
+        self, context: EngineContext, scheduler: Scheduler, step: OptimizerStep, sinks: Sequence[Sink]
+    ) -> None:
+        self._context, self._scheduler, self._step, self._sinks = context, scheduler, step, list(sinks)
+        self._every, self._told = context.config.log.every, False
         self._exposed: tuple[Schedule | None, float] = None, 0.0
         """the schedule that was looked at last, and what `_exposed_seconds` found"""
         # Since the last figures:
@@ -87,7 +89,7 @@ class Log:
         self._steps = self._tokens = 0
         self._losses: list[torch.Tensor] = []
         self._events: list[Values] = []
-        about = {**parts.described, "gathers": str(parts.gathers)}
+        about = {**context.described, "gathers": str(context.gathers)}
         self._to_sinks("run", about)
 
     def step_ended(self, loss: torch.Tensor | None, tokens: int) -> None:
@@ -96,7 +98,7 @@ class Log:
         self._tokens += tokens
         if loss is not None:
             self._losses.append(loss)
-        number = self._parts.progress.step
+        number = self._context.progress.step
         self._note_events(number)
         self._to_sinks("step", {"step": number})
         if not self._told or number % self._every == 0:
@@ -104,13 +106,13 @@ class Log:
 
     def close(self) -> None:
         """The figures of the last steps. Collective; nothing is told afterwards."""
-        self._note_events(self._parts.progress.step)
+        self._note_events(self._context.progress.step)
         if self._steps or self._events:
-            self._tell(self._parts.progress.step)
+            self._tell(self._context.progress.step)
 
     def _note_events(self, step: int) -> None:
-        for event in self._parts.journal.take():
-            rank = self._parts.control.rank
+        for event in self._context.journal.take():
+            rank = self._context.control.rank
             self._happened({"step": step, "rank": rank, "event": event.kind, "reason": event.reason})
 
     def _happened(self, event: Values) -> None:
@@ -124,14 +126,16 @@ class Log:
                 sink.tell(kind, values)
             except Exception as error:
                 self._sinks.remove(sink)
-                warn(f"the log goes to {sink.name} no more: {type(error).__name__}: {error}", self._parts.control.rank)
+                warn(
+                    f"the log goes to {sink.name} no more: {type(error).__name__}: {error}", self._context.control.rank
+                )
 
     # ------------------------------------------------------------------ figures
     def _tell(self, number: int) -> None:
-        with self._parts.guard("step"):
+        with self._context.guard("step"):
             loss = float(torch.stack(self._losses).mean()) if self._losses else None
-            mine = _Share(loss, self._tokens, self._parts.transport.clock.peak(), tuple(self._events))
-            shares: list[_Share] = self._parts.control.all_gather_object(mine, "the log")
+            mine = _Share(loss, self._tokens, self._context.transport.clock.peak(), tuple(self._events))
+            shares: list[_Share] = self._context.control.all_gather_object(mine, "the log")
         seconds = time.perf_counter() - self._began
         if self._sinks:
             self._tell_others(shares)
@@ -160,7 +164,7 @@ class Log:
         """
         losses = [share.loss for share in shares if share.loss is not None]
         tokens, steps = sum(share.tokens for share in shares), max(self._steps, 1)
-        optimizer = self._parts.optimizer
+        optimizer = self._context.optimizer
         assert optimizer is not None  # there are steps
         return {
             "step": number,

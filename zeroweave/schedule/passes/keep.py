@@ -8,8 +8,8 @@ from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import simulate
 from zeroweave.schedule.facts import Costs
 from zeroweave.schedule.instructions import Reshard, Run, Unshard, Wait
+from zeroweave.schedule.passes.memory_by_event import Events, predict, price, within
 from zeroweave.schedule.passes.prefetch import limit, prefetch
-from zeroweave.schedule.passes.room import Events, predict, price, within
 
 
 def insert(schedule: Schedule) -> Schedule:

@@ -9,7 +9,7 @@ from typing import Final
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.facts import Costs
 from zeroweave.schedule.instructions import Instruction, Phase, Reduce, Reshard, Run, Unshard, Update, Wait, is_event
-from zeroweave.schedule.passes.room import Events, predict
+from zeroweave.schedule.passes.memory_by_event import Events, predict
 
 _MARGIN: Final = 1.25
 """Of a gather's measured time: being late costs more than being early."""

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from zeroweave.errors import ParameterError
-from zeroweave.parameters.check import check
 from zeroweave.parameters.module_parameters import rest
+from zeroweave.parameters.structure_check import check_structure
 from zeroweave.parameters.stub import StubStatus
 
 pytestmark = pytest.mark.oldest
@@ -23,7 +23,7 @@ def mlp() -> nn.Sequential:
 
 def refusal(model: nn.Module) -> str:
     with pytest.raises(ParameterError, match="nothing was changed") as caught:
-        check(model)
+        check_structure(model)
     return str(caught.value)
 
 
@@ -33,13 +33,13 @@ def test_ordinary_models_pass() -> None:
     model[1].to(memory_format=torch.channels_last)
     model.none = nn.Parameter(torch.zeros(0, 3))
     model.number = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
-    check(model)
+    check_structure(model)
     held = [reference() for reference in model[3]._flat_weight_refs]
     assert [id(p) for p in held] == [id(p) for p in model[3].parameters()]
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
-    check(tied)
-    check(nn.ReLU())
+    check_structure(tied)
+    check_structure(nn.ReLU())
 
 
 def test_after_a_forward_and_backward_whose_loss_is_gone_or_lives() -> None:
@@ -47,9 +47,9 @@ def test_after_a_forward_and_backward_whose_loss_is_gone_or_lives() -> None:
     loss = model(torch.randn(2, 4)).sum()
     loss.backward()
     model.zero_grad()
-    check(model)
+    check_structure(model)
     del loss
-    check(model)
+    check_structure(model)
 
 
 def test_all_offenders_are_named_at_once() -> None:
@@ -79,7 +79,7 @@ def test_frozen_parameters_saved_by_a_live_graph() -> None:
     out.sum().backward()
     assert x.grad is not None
     del out
-    check(model)
+    check_structure(model)
 
 
 def test_garbage_cycles_do_not_count() -> None:
@@ -87,7 +87,7 @@ def test_garbage_cycles_do_not_count() -> None:
     cycle: list[object] = [model(torch.randn(2, 4))]
     cycle.append(cycle)
     del cycle
-    check(model)
+    check_structure(model)
 
 
 def test_memory_shared_with_a_buffer_or_another_parameter() -> None:
@@ -107,7 +107,7 @@ def test_views_of_one_tensor_that_do_not_overlap_pass() -> None:
     model = nn.Module()
     model.a, model.b = nn.Parameter(flat[:6].view(2, 3)), nn.Parameter(flat[6:])
     model.register_buffer("c", torch.zeros(3))
-    check(model)
+    check_structure(model)
 
 
 class Sub(torch.Tensor):
@@ -158,7 +158,7 @@ def test_buffers_with_gaps_or_one_row_pass() -> None:
     model.register_buffer("slice", torch.zeros(4, 4)[:, ::2])
     model.register_buffer("positions", torch.arange(8).expand(1, -1))
     model.register_buffer("empty", torch.zeros(0, 2))
-    check(model)
+    check_structure(model)
 
 
 def test_embeddings_with_gradients_or_weights_of_their_own_ways() -> None:
@@ -183,7 +183,7 @@ def test_old_weight_norm_is_explained() -> None:
     with pytest.warns(FutureWarning):
         nn.utils.weight_norm(model[0])
     assert "torch.nn.utils.parametrizations" in refusal(model)
-    check(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))))
+    check_structure(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))))
 
 
 def test_wrapped_models() -> None:
@@ -202,7 +202,7 @@ def test_wrappers_are_known_by_their_class() -> None:
     for name, reason in (("DistributedDataParallel", "wrapped in"), ("FSDPModule", "sharded by fully_shard")):
         kind = type(name, (nn.Sequential,), {"__module__": "torch.somewhere"})
         assert reason in refusal(kind(nn.Linear(2, 2)))
-        check(type(name, (nn.Sequential,), {"__module__": "mine"})(nn.Linear(2, 2)))
+        check_structure(type(name, (nn.Sequential,), {"__module__": "mine"})(nn.Linear(2, 2)))
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
@@ -217,4 +217,4 @@ def test_a_model_that_has_an_engine() -> None:
         "  the model: has an engine already; use it, or call its destroy() first"
     ]
     places.restore(lambda name: torch.zeros(places.names[name].shape))
-    check(model)
+    check_structure(model)

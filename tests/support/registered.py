@@ -1,4 +1,4 @@
-"""Engines on the CPU that gather in places, as on GPUs whose copy engines gather: the same decisions, other memory."""
+"""Engines on the CPU that gather in registered buffers: the same decisions as on GPUs, other memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch
 
 from zeroweave.comm.copy_engine import Choice, CopyEngineGathers, no_room
-from zeroweave.comm.places import Place, Places
 from zeroweave.comm.process_group import ProcessGroupTransport
+from zeroweave.comm.registered_buffers import RegisteredBuffer, RegisteredBuffers
 from zeroweave.comm.transport import Transport
 from zeroweave.engine.transports import Communicators
 from zeroweave.notices import Journal
@@ -34,7 +34,7 @@ class Slab:
 
 
 class Slabs:
-    """Counts what happens in the places of engines. There are `most` of them; None: as many as are asked for."""
+    """Counts what happens in the buffers of engines. There are `most` of them; None: as many as are asked for."""
 
     def __init__(self, most: int | None) -> None:
         self.made = self.gathers = self.evicted = 0
@@ -46,14 +46,14 @@ class Slabs:
         self.made += 1
         return Slab(nbytes, self.made)
 
-    def placed(self, flat: torch.Tensor) -> bool:
+    def registered(self, flat: torch.Tensor) -> bool:
         is_placed = flat.untyped_storage().nbytes() % 2 == 1
         self.gathers += is_placed
         return is_placed
 
     def gather_by(
         self, asked: Any, transports: dict[str, Transport], communicators: Communicators, layouts: Any, journal: Journal
-    ) -> tuple[Places, Choice]:
+    ) -> tuple[RegisteredBuffers, Choice]:
         """In the place of the engine's: copy engines are taken for a process group."""
         for name, transport in transports.items():
             if isinstance(transport, ProcessGroupTransport):
@@ -61,26 +61,26 @@ class Slabs:
                 engine = ProcessGroupTransport(
                     transport.group, communicators.device, communicators.ledger, way, in_place=True
                 )
-                transports[name] = CopyEngineGathers(transport, engine, self.placed)
-        places = Places(
+                transports[name] = CopyEngineGathers(transport, engine, self.registered)
+        buffers = RegisteredBuffers(
             self.make,
             communicators.ledger.gauge("symmetric memory"),
             lambda nbytes: journal.warn("fallback", no_room(nbytes, "a test wants it")),
         )
-        communicators.ends.callback(places.close)
-        return places, Choice("a test wants it", least=1)
+        communicators.ends.callback(buffers.close)
+        return buffers, Choice("a test wants it", least=1)
 
 
-def placed(job: Callable[..., Any], *arguments: Any, most: int | None = None) -> tuple[Any, Slabs]:
-    """What a job returns whose engines gather in places, `most` of them at most."""
-    slabs, vacate = Slabs(most), Place.vacate
+def in_registered_buffers(job: Callable[..., Any], *arguments: Any, most: int | None = None) -> tuple[Any, Slabs]:
+    """What a job returns whose engines gather in buffers, `most` of them at most."""
+    slabs, vacate = Slabs(most), RegisteredBuffer.vacate
 
-    def counted(place: Place) -> None:
-        slabs.evicted += place._tenant is not None
-        vacate(place)
+    def counted(buffer: RegisteredBuffer) -> None:
+        slabs.evicted += buffer._tenant is not None
+        vacate(buffer)
 
     with (
         patch("zeroweave.engine.assembly.gather_by", slabs.gather_by),
-        patch.object(Place, "vacate", counted),
+        patch.object(RegisteredBuffer, "vacate", counted),
     ):
         return job(*arguments), slabs

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from zeroweave.errors import ParameterError, UnsupportedOptimizer
-from zeroweave.optim.check import check_optimizer, check_optimizers
 from zeroweave.optim.lion import Lion
-from zeroweave.optim.several import WholeMatrices, element_wise, given
+from zeroweave.optim.multi_optimizer import WholeMatrices, element_wise, given
+from zeroweave.optim.optimizer_check import check_optimizer, check_optimizers
 
 
 @pytest.fixture

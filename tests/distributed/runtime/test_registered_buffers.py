@@ -1,4 +1,4 @@
-"""Gathers in places: the same bits as elsewhere, whoever lies where another one is to be gathered."""
+"""Gathers in registered buffers: the same bits as elsewhere, whichever flat is there before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.distributed.runtime.test_views import kept_views
 from tests.distributed.schedule.test_kinds import MIXED, alternating, at_random, training, window
 from tests.support.harness import Pools
 from tests.support.marks import daily, slow
-from tests.support.placed import placed
+from tests.support.registered import in_registered_buffers
 from tests.support.zoo import rows
 
 
@@ -38,15 +38,15 @@ def trained(stage: int, mode: str, stray: bool) -> list[str]:
                 engine.reschedule(prefetch=2)
         values = engine.state_dict()
         memory = engine.stats.memory
-        assert (memory.symmetric > 0) == bool(engine.schedule.places)
+        assert (memory.symmetric > 0) == bool(engine.schedule.registered_buffers)
         found += [str(float(value.double().sum())) for value in values.values()]
     return found
 
 
 def both_ways(stage: int, mode: str, stray: bool) -> tuple[bool, int, int, int]:
-    """Are the bits the same? And places made, gathers in them, and evictions."""
+    """Are the bits the same? And buffers made, gathers in them, and evictions."""
     plain = trained(stage, mode, stray)
-    found, slabs = placed(trained, stage, mode, stray)
+    found, slabs = in_registered_buffers(trained, stage, mode, stray)
     return found == plain, slabs.made, slabs.gathers, slabs.evicted
 
 
@@ -70,7 +70,7 @@ def test_the_bits_are_those_of_other_gathers(pools: Pools, stage: int, mode: str
 
 
 def short_of_memory(most: int) -> tuple[bool, int, list[str], str]:
-    """Are the bits the same where there are so few places? Gathers there, what is told, and what `stats` says."""
+    """Are the bits the same where there are so few buffers? Gathers there, what is told, and what `stats` says."""
 
     def job() -> tuple[list[str], str]:
         found = []
@@ -82,7 +82,7 @@ def short_of_memory(most: int) -> tuple[bool, int, list[str], str]:
     plain, _ = job()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        (found, gathers), slabs = placed(job, most=most)
+        (found, gathers), slabs = in_registered_buffers(job, most=most)
     told = [str(each.message) for each in caught if "transport.gathers" in str(each.message)]
     return found == plain, slabs.gathers, told, gathers
 
@@ -96,7 +96,7 @@ def test_memory_that_runs_out_is_told_once_and_costs_no_bit(pools: Pools, most: 
 
 
 def placed_views(stage: int, keepers: tuple[int, ...]) -> tuple[list[bool], int]:
-    right, slabs = placed(kept_views, stage, keepers)
+    right, slabs = in_registered_buffers(kept_views, stage, keepers)
     return right, slabs.gathers
 
 
@@ -107,7 +107,7 @@ def test_views_stay_right_where_another_rank_has_none(pools: Pools, stage: int) 
 
 
 def placed_kinds(stage: int, mode: str) -> tuple[list[int], int]:
-    (departed, _, _), slabs = placed(alternating, MIXED, 8, mode, stage)
+    (departed, _, _), slabs = in_registered_buffers(alternating, MIXED, 8, mode, stage)
     return departed, slabs.made
 
 
@@ -119,7 +119,7 @@ def test_windows_of_several_kinds_share_what_was_made(pools: Pools) -> None:
 
 
 def at_random_placed(seed: int, mode: str, stage: int) -> int:
-    _, slabs = placed(at_random, seed, mode, stage)
+    _, slabs = in_registered_buffers(at_random, seed, mode, stage)
     return slabs.gathers
 
 
@@ -131,8 +131,8 @@ def test_windows_of_any_kind_in_any_order(pools: Pools, stage: int, mode: str, s
 
 
 def several_placed(seeds: range, mode: str) -> tuple[dict[str, list[str]], int]:
-    """As `several`, in places; and the gathers there."""
-    found, slabs = placed(several, seeds, mode)
+    """As `several`, in registered buffers; and the gathers there."""
+    found, slabs = in_registered_buffers(several, seeds, mode)
     return found, slabs.gathers
 
 
@@ -149,12 +149,12 @@ def test_ranks_that_use_different_parts(pools: Pools, mode: str, seeds: range) -
 
 def placed_experts(stage: int, mode: str) -> tuple[Result, int]:
     """Experts that two of four ranks share, and what all four do."""
-    found, slabs = placed(train, stage, mode, 2)
+    found, slabs = in_registered_buffers(train, stage, mode, 2)
     return found, slabs.gathers
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "mode"), [(3, "eager"), (3, "aot_eager"), (2, "eager")])
-def test_groups_of_ranks_share_places(pools: Pools, stage: int, mode: str) -> None:
+def test_groups_of_ranks_share_buffers(pools: Pools, stage: int, mode: str) -> None:
     for found, gathers in pools(4).run(placed_experts, stage, mode):
         assert max(found.gradients)[0] <= 1 and found.parameters[0] <= 1 and gathers, found

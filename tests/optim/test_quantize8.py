@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zeroweave.comm.rounding import join_, noise_, split_
-from zeroweave.optim.codes import BLOCK, Coded, decode, encode_
+from zeroweave.optim.quantize8 import BLOCK, Coded, decode, encode_
 
 KINDS = (torch.int8, torch.uint8)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from zeroweave.errors import ParameterError, UnsupportedOptimizer, listed
 from zeroweave.optim.lion import Lion
-from zeroweave.optim.several import Given, is_declared_element_wise
+from zeroweave.optim.multi_optimizer import Given, is_declared_element_wise
 from zeroweave.optim.states import uncuttable
 from zeroweave.parameters.foreign import own_parameters
 
@@ -49,9 +49,9 @@ def check_optimizers(optimizers: Sequence[Given], model: nn.Module) -> None:
     """Passes if each can be used for `model`, see `check_optimizer`, and no parameter is in two of them."""
     for optimizer, whole in optimizers:
         check_optimizer(optimizer, model, whole)
-    places: dict[int, int] = {}
+    numbers: dict[int, int] = {}
     for number, (optimizer, _) in enumerate(optimizers):
-        if (first := places.setdefault(id(optimizer), number)) != number:
+        if (first := numbers.setdefault(id(optimizer), number)) != number:
             raise ParameterError(
                 f"[ZW304] optimizers[{first}] and optimizers[{number}] are one {type(optimizer).__name__}"
             )
@@ -153,7 +153,7 @@ def _group_reasons(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -
         for g, group in enumerate(optimizer.param_groups)
         for i, parameter in enumerate(group["params"])
     ]
-    other = [place for place, key in members if key not in names]
+    other = [number for number, key in members if key not in names]
     if other:
         yield (
             f"it is an optimizer over other parameters than the model's ({', '.join(other)}); "

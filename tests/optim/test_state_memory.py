@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroweave.optim.room import Need, Room, available, decide, on_device, shortage
+from zeroweave.optim.state_memory import Need, Room, available, decide, on_device, shortage
 
 MIB, GIB = 2**20, 2**30
 NEED = Need(host=60 * GIB, device=64 * GIB, passing=2 * GIB)

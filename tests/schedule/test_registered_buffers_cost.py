@@ -10,7 +10,7 @@ from tests.schedule.measured import as_predicted
 from tests.schedule.test_overlap import COMPUTE, GATHER, SIZE, blocks_of, costs_of_blocks
 from tests.support.schedules import stack
 from zeroweave.schedule import Costs, Schedule, compile_schedule, costs_of, dependencies, simulate
-from zeroweave.schedule.passes.room import price
+from zeroweave.schedule.passes.memory_by_event import price
 
 BLOCKS = 6
 REDUCE = 0.9
@@ -22,15 +22,15 @@ def priced(schedule: Schedule, reduce: float = REDUCE) -> Costs:
     return replace(costs, reductions=dict.fromkeys(range(BLOCKS), reduce), update=dict.fromkeys(range(BLOCKS), 0.0))
 
 
-def scheduled(placed: bool, **settings: object) -> Schedule:
+def scheduled(registered: bool, **settings: object) -> Schedule:
     plain = blocks_of(BLOCKS)
-    places = frozenset(range(BLOCKS)) if placed else frozenset()
-    facts = replace(plain.facts, placed=places, copied=places, costs=priced(plain), **settings)  # type: ignore[arg-type]
+    buffers = frozenset(range(BLOCKS)) if registered else frozenset()
+    facts = replace(plain.facts, registered=buffers, copied=buffers, costs=priced(plain), **settings)  # type: ignore[arg-type]
     return compile_schedule(stack(BLOCKS, 1, calls=1), facts)
 
 
 def test_they_do_not_wait_for_reductions() -> None:
-    kernels, copies = (scheduled(placed, prefetch=1) for placed in (False, True))
+    kernels, copies = (scheduled(registered, prefetch=1) for registered in (False, True))
     assert kernels.instructions == copies.instructions
     slow, fast = (simulate(schedule, priced(schedule)) for schedule in (kernels, copies))
     assert fast.seconds < slow.seconds

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 from zeroweave.errors import ParameterError
-from zeroweave.optim.several import Schedulers, Several, WholeMatrices, given, is_optimizer, kind_of, members_of
+from zeroweave.optim.multi_optimizer import Schedulers, Several, WholeMatrices, given, is_optimizer, kind_of, members_of
 
 
 def made(seed: int = 0) -> tuple[nn.Sequential, list[torch.optim.Optimizer]]:

@@ -1,6 +1,6 @@
 """Which models can be sharded: every parameter and buffer is checked before any is touched.
 
-`check` raises one error with all offenders, grouped by reason, each reason with its cure. It changes
+`check_structure` raises one error with all offenders, grouped by reason, each reason with its cure. It changes
 nothing and allocates nothing; after it has passed, `module_parameters.rest` is expected to succeed.
 """
 
@@ -39,7 +39,7 @@ _WRAPPERS = {
 }
 
 
-def check(model: nn.Module) -> None:
+def check_structure(model: nn.Module) -> None:
     """Passes if every parameter of `model` can be put to rest and every buffer be shared between ranks.
 
     Else one ParameterError names all offenders.

@@ -92,9 +92,9 @@ class OnePass:
         self._kernels, self._compact = kernels, compact
         self._slots = {
             bucket: [
-                _Slot(slot, place.start, place.start + place.numel, groups.get((bucket, slot), -1), fragment)
+                _Slot(slot, part.start, part.start + part.numel, groups.get((bucket, slot), -1), fragment)
                 for slot, fragment in enumerate(fragments[bucket].parameters)
-                if (place := each.layout.fragment(slot, each.rank)).numel
+                if (part := each.layout.fragment(slot, each.rank)).numel
             ]
             for bucket, each in buckets.items()
         }
@@ -206,7 +206,7 @@ def _versions(counters: Iterable[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _side_by_side(slots: Sequence[_Slot], states: Sequence[State], key: str) -> torch.Tensor:
-    """One tensor of which the states' are views, each at its slot's place. It is made if need be."""
+    """One tensor of which the states' are views, each at its slot's offset. It is made if need be."""
     base, tensors = slots[0].start, [state.get(key) for state in states]
     numel = slots[-1].stop - base
     first = tensors[0]

@@ -1,4 +1,7 @@
-"""Places: pieces of memory in which flats take turns. Copy engines and CUDA graphs know flats by their addresses."""
+"""Registered buffers: memory at fixed addresses, in which flats take turns.
+
+Copy engines and CUDA graphs know flats by their addresses.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +53,14 @@ class FixedMemory:
             storage.resize_(self.nbytes)
         if storage.data_ptr() != self.address:
             storage.resize_(0)
-            raise RuntimeError("a flat does not lie in its place: its values would be gathered elsewhere")
+            raise RuntimeError("a flat is outside its registered buffer: its values would be gathered elsewhere")
 
     def close(self) -> None:
         """Nothing is gathered there any more. A storage that still has the memory keeps it. Collective."""
 
 
-def fixed_places(device: torch.device, gauge: Gauge) -> Places:
-    """Places at fixed addresses of a CUDA device. A rank without memory for one gathers anywhere."""
+def fixed_buffers(device: torch.device, gauge: Gauge) -> RegisteredBuffers:
+    """Buffers at fixed addresses of a CUDA device. A rank without memory for one gathers anywhere."""
 
     def make(nbytes: int) -> FixedMemory | None:
         torch.cuda.empty_cache()  # else the memory of earlier flats would stay cached as well
@@ -66,19 +69,19 @@ def fixed_places(device: torch.device, gauge: Gauge) -> Places:
         except torch.OutOfMemoryError:
             return None
 
-    return Places(make, gauge)
+    return RegisteredBuffers(make, gauge)
 
 
 class Tenant(Protocol):
-    """The owner of a storage in a place."""
+    """The owner of a storage in a buffer."""
 
     storage: torch.UntypedStorage
 
     def leave(self) -> None:
-        """Moves its storage to other memory, content included; calls `Place.left`."""
+        """Moves its storage to other memory, content included; calls `RegisteredBuffer.left`."""
 
 
-class Place:
+class RegisteredBuffer:
     """A piece of memory, and the tenant whose storage has it."""
 
     def __init__(self, memory: FixedMemory) -> None:
@@ -101,11 +104,11 @@ class Place:
             self._tenant.leave()
 
 
-class Places:
-    """The places of one engine, by number. `make(nbytes)` makes memory, of at least that; `gauge` counts its bytes.
+class RegisteredBuffers:
+    """The buffers of one engine, by number. `make(nbytes)` makes memory, of at least that; `gauge` counts its bytes.
 
     `make` is collective, and returns None on all ranks if one of them has no memory; `tell(nbytes)` is told so, once.
-    A place that is large enough is used again: places stay, so that windows of several kinds take turns.
+    A buffer that is large enough is used again: buffers stay, so that windows of several kinds take turns.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class Places:
         tell: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self._make, self._gauge, self._tell = make, gauge or Gauge(), tell
-        self._places: dict[int, Place] = {}
+        self._buffers: dict[int, RegisteredBuffer] = {}
         self._spares = False
         self.refused: int | None = None
         """so many bytes could not be had on some rank, and are not asked for again; None: there was always memory"""
@@ -124,24 +127,24 @@ class Places:
         """The next `fit` gives back what it does not ask for, before it makes anything. Equally on all ranks."""
         self._spares = True
 
-    def fit(self, sizes: Mapping[int, int]) -> dict[int, Place]:
-        """The places of these numbers, of at least so many bytes each. Equally on all ranks.
+    def fit(self, sizes: Mapping[int, int]) -> dict[int, RegisteredBuffer]:
+        """The buffers of these numbers, of at least so many bytes each. Equally on all ranks.
 
         One for which there is no memory is missing.
         """
         if self._spares:
             self._spares = False
-            for number in sorted(self._places.keys() - sizes.keys()):
+            for number in sorted(self._buffers.keys() - sizes.keys()):
                 self._give_back(number)
-        return {number: place for number in sorted(sizes) if (place := self._fit(number, sizes[number])) is not None}
+        return {number: buffer for number in sorted(sizes) if (buffer := self._fit(number, sizes[number])) is not None}
 
-    def _fit(self, number: int, nbytes: int) -> Place | None:
-        place = self._places.get(number)
-        if place is not None and place.memory.nbytes >= nbytes:
-            return place
+    def _fit(self, number: int, nbytes: int) -> RegisteredBuffer | None:
+        buffer = self._buffers.get(number)
+        if buffer is not None and buffer.memory.nbytes >= nbytes:
+            return buffer
         if self.refused is not None and nbytes >= self.refused:
             return None
-        if place is not None:  # a place that is too small makes room for the larger one
+        if buffer is not None:  # a buffer that is too small makes room for the larger one
             self._give_back(number)
         memory = self._make(nbytes)
         if memory is None:
@@ -150,27 +153,27 @@ class Places:
             self.refused = nbytes
             return None
         self._gauge.add(memory.nbytes)
-        place = self._places[number] = Place(memory)
-        return place
+        buffer = self._buffers[number] = RegisteredBuffer(memory)
+        return buffer
 
     def _give_back(self, number: int) -> None:
         """Its tenant leaves, and its memory is given up."""
-        place = self._places[number]
-        place.vacate()  # may raise if there is no memory: the place then still exists
-        self._close(place)
-        del self._places[number]
+        buffer = self._buffers[number]
+        buffer.vacate()  # may raise if there is no memory: the buffer then still exists
+        self._close(buffer)
+        del self._buffers[number]
 
-    def _close(self, place: Place) -> None:
-        self._gauge.add(-place.memory.nbytes)
-        place.memory.close()
+    def _close(self, buffer: RegisteredBuffer) -> None:
+        self._gauge.add(-buffer.memory.nbytes)
+        buffer.memory.close()
 
     @property
     def nbytes(self) -> int:
-        """Of all places together."""
+        """Of all buffers together."""
         return self._gauge.now
 
     def close(self) -> None:
         """Gives all memory back, for good. Collective."""
-        for _, place in sorted(self._places.items()):
-            self._close(place)
-        self._places.clear()
+        for _, buffer in sorted(self._buffers.items()):
+            self._close(buffer)
+        self._buffers.clear()

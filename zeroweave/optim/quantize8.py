@@ -13,8 +13,8 @@ change by a thousandth in a step, less than half the way to the next code, and w
 What a code means is coded as that code again, with any noise: where nothing has changed, nothing changes.
 
 Blocks are those of the flat: slots and shards begin at multiples of 128 bytes, which are 64 bfloat16. So a block is of
-one parameter, and the same on any number of ranks. Chance is that of a place in the flat: it is the same wherever a
-parameter has the same place in its bucket, see `layout`. The idea of codes by block is that of Dettmers et al., 8-bit
+one parameter, and the same on any number of ranks. Chance is that of an offset in the flat: it is the same wherever a
+parameter has the same offset in its bucket, see `layout`. The idea of codes by block is that of Dettmers et al., 8-bit
 Optimizers via Block-wise Quantization, 2022, arXiv 2110.02861.
 """
 
