@@ -1,4 +1,4 @@
-"""Golden schedules of a four-block model, and what ``build`` decides."""
+"""Golden schedules of a two-block model, and what ``build`` decides."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zeroweave.schedule import (
     compile_schedule,
 )
 
-NAMES = ("embed", "layers.0", "layers.1", "layers.2", "layers.3", "head")
+NAMES = ("embed", "layers.0", "layers.1", "head")
 
 
 def make_facts(
@@ -70,125 +70,91 @@ def test_stage_3() -> None:
     assert schedule.text() == golden("""
         Unshard embed · Unshard layers.0 · Wait embed · Run embed forward [embed]
         Reshard embed · Unshard layers.1 · Wait layers.0 · Run layers.0 forward [layers.0]
-        Reshard layers.0 · Unshard layers.2 · Wait layers.1 · Run layers.1 forward [layers.1]
-        Reshard layers.1 · Unshard layers.3 · Wait layers.2 · Run layers.2 forward [layers.2]
-        Reshard layers.2 · Unshard head · Wait layers.3 · Run layers.3 forward [layers.3]
-        Reshard layers.3 · Wait head · Run head forward [head]
-        Unshard layers.3 · Run head backward [head]
+        Reshard layers.0 · Unshard head · Wait layers.1 · Run layers.1 forward [layers.1]
+        Reshard layers.1 · Wait head · Run head forward [head]
+        Unshard layers.1 · Run head backward [head]
         Reshard head · Reduce head
-        Unshard layers.2 · Wait layers.3 · Run layers.3 backward [layers.3]
-        Reshard layers.3 · Reduce layers.3
-        Unshard layers.1 · Wait layers.2 · Run layers.2 backward [layers.2]
-        Reshard layers.2 · Settle head · Reduce layers.2
         Unshard layers.0 · Wait layers.1 · Run layers.1 backward [layers.1]
-        Reshard layers.1 · Settle layers.3 · Reduce layers.1
+        Reshard layers.1 · Reduce layers.1
         Wait layers.0 · Run layers.0 backward [layers.0]
-        Reshard layers.0 · Settle layers.2 · Reduce layers.0
+        Reshard layers.0 · Settle head · Reduce layers.0
         Run embed backward
         Settle layers.1 · Reduce embed
         Settle layers.0 · Settle embed · Update head
-        Update layers.3
-        Update layers.2
         Update layers.1
         Update layers.0
         Update embed
     """)
     # Once where the backward needs no value (embed) or follows the forward at once (head), else twice.
     gathers = [bucket for kind, bucket in schedule.collectives() if kind == "all_gather"]
-    assert gathers == [0, 1, 2, 3, 4, 5, 4, 3, 2, 1]
-    assert schedule.reduce_order == (5, 4, 3, 2, 1, 0)
+    assert gathers == [0, 1, 2, 3, 2, 1]
+    assert schedule.reduce_order == (3, 2, 1, 0)
 
 
 def test_stage_2_reduces_in_each_backward() -> None:
-    schedule = compile_schedule(tuple(micro_step() * 2), make_facts(keep=range(6), update_by_bucket=True))
+    schedule = compile_schedule(tuple(micro_step() * 2), make_facts(keep=range(4), update_by_bucket=True))
     assert schedule.text() == golden("""
         Unshard embed · Unshard layers.0 · Wait embed · Run embed forward [embed]
         Unshard layers.1 · Wait layers.0 · Run layers.0 forward [layers.0]
-        Unshard layers.2 · Wait layers.1 · Run layers.1 forward [layers.1]
-        Unshard layers.3 · Wait layers.2 · Run layers.2 forward [layers.2]
-        Unshard head · Wait layers.3 · Run layers.3 forward [layers.3]
+        Unshard head · Wait layers.1 · Run layers.1 forward [layers.1]
         Wait head · Run head forward [head]
         Run head backward [head]
         Reduce head
-        Run layers.3 backward [layers.3]
-        Reduce layers.3
-        Run layers.2 backward [layers.2]
-        Settle head · Reduce layers.2
         Run layers.1 backward [layers.1]
-        Settle layers.3 · Reduce layers.1
+        Reduce layers.1
         Run layers.0 backward [layers.0]
-        Settle layers.2 · Reduce layers.0
+        Settle head · Reduce layers.0
         Run embed backward
         Settle layers.1 · Reduce embed
         Run embed forward [embed]
         Run layers.0 forward [layers.0]
         Run layers.1 forward [layers.1]
-        Run layers.2 forward [layers.2]
-        Run layers.3 forward [layers.3]
         Run head forward [head]
         Run head backward [head]
         Settle layers.0 · Reduce head
-        Run layers.3 backward [layers.3]
-        Settle embed · Reduce layers.3
-        Run layers.2 backward [layers.2]
-        Settle head · Reduce layers.2
         Run layers.1 backward [layers.1]
-        Settle layers.3 · Reduce layers.1
+        Settle embed · Reduce layers.1
         Run layers.0 backward [layers.0]
-        Settle layers.2 · Reduce layers.0
+        Settle head · Reduce layers.0
         Run embed backward
         Settle layers.1 · Reduce embed
         Update head
-        Update layers.3
-        Update layers.2
         Update layers.1
         Settle layers.0 · Update layers.0
         Settle embed · Update embed
-        Reshard embed · Reshard layers.0 · Reshard layers.1 · Reshard layers.2 · Reshard layers.3 · Reshard head
+        Reshard embed · Reshard layers.0 · Reshard layers.1 · Reshard head
     """)
-    assert [kind for kind, _ in schedule.collectives()].count("all_gather") == 6
+    assert [kind for kind, _ in schedule.collectives()].count("all_gather") == 4
 
 
 def test_stage_1_reduces_at_the_boundary() -> None:
-    schedule = compile_schedule(tuple(micro_step(False) + micro_step()), make_facts(keep=range(6)))
+    schedule = compile_schedule(tuple(micro_step(False) + micro_step()), make_facts(keep=range(4)))
     assert schedule.text() == golden("""
         Unshard embed · Unshard layers.0 · Wait embed · Run embed forward [embed]
         Unshard layers.1 · Wait layers.0 · Run layers.0 forward [layers.0]
-        Unshard layers.2 · Wait layers.1 · Run layers.1 forward [layers.1]
-        Unshard layers.3 · Wait layers.2 · Run layers.2 forward [layers.2]
-        Unshard head · Wait layers.3 · Run layers.3 forward [layers.3]
+        Unshard head · Wait layers.1 · Run layers.1 forward [layers.1]
         Wait head · Run head forward [head]
         Run head backward [head]
-        Run layers.3 backward [layers.3]
-        Run layers.2 backward [layers.2]
         Run layers.1 backward [layers.1]
         Run layers.0 backward [layers.0]
         Run embed backward
         Run embed forward [embed]
         Run layers.0 forward [layers.0]
         Run layers.1 forward [layers.1]
-        Run layers.2 forward [layers.2]
-        Run layers.3 forward [layers.3]
         Run head forward [head]
         Run head backward [head]
         Reduce head
-        Run layers.3 backward [layers.3]
-        Reduce layers.3
-        Run layers.2 backward [layers.2]
-        Settle head · Reduce layers.2
         Run layers.1 backward [layers.1]
-        Settle layers.3 · Reduce layers.1
+        Reduce layers.1
         Run layers.0 backward [layers.0]
-        Settle layers.2 · Reduce layers.0
+        Settle head · Reduce layers.0
         Run embed backward
         Settle layers.1 · Reduce embed
         Settle layers.0 · Settle embed · Update head
-        Update layers.3
-        Update layers.2
         Update layers.1
         Update layers.0
         Update embed
-        Reshard embed · Reshard layers.0 · Reshard layers.1 · Reshard layers.2 · Reshard layers.3 · Reshard head
+        Reshard embed · Reshard layers.0 · Reshard layers.1 · Reshard head
     """)
 
 
@@ -314,13 +280,13 @@ def test_fingerprint() -> None:
     stage_3 = compile_schedule(record, make_facts())
     assert 0 < stage_3.fingerprint < 2**64
     # A fixed number: it must not depend on the process, as hash() of a string does.
-    assert stage_3.fingerprint == compile_schedule(record, make_facts()).fingerprint == 17867089547615016361
+    assert stage_3.fingerprint == compile_schedule(record, make_facts()).fingerprint == 5558698031429272528
     others = {
         compile_schedule(tuple(micro_step() * 2), make_facts()).fingerprint,
-        compile_schedule(record, make_facts(keep=range(6))).fingerprint,
+        compile_schedule(record, make_facts(keep=range(4))).fingerprint,
         compile_schedule(record, make_facts(depth=1)).fingerprint,
         compile_schedule(record, make_facts(prefetch=2)).fingerprint,
-        compile_schedule(record, make_facts((*NAMES[:5], "tail"))).fingerprint,
+        compile_schedule(record, make_facts((*NAMES[:3], "tail"))).fingerprint,
     }
     assert len(others | {stage_3.fingerprint}) == 6
 
