@@ -160,40 +160,6 @@ def test_all_blocks_as_one_region(double: GraphDouble, stage: int) -> None:
     plain.destroy()
 
 
-def irregular(engine: zw.Engine) -> list[float]:
-    """Exceptions in forwards, windows that are given up, backwards that do not reduce, two forwards for a loss."""
-    losses = []
-    for index in range(18):
-        torch.manual_seed(index)
-        tokens = tokens_of(index, (6,))
-        if index % 4 == 1:
-            with pytest.raises(IndexError):
-                engine(torch.full_like(tokens, 16))
-            engine.zero_grad()
-        if index % 4 == 2:
-            engine.backward(engine(tokens).square().mean())
-            engine.zero_grad()
-        if index % 4 == 3:
-            with engine.no_sync():
-                engine.backward(engine(tokens).square().mean())
-        loss = F.cross_entropy(engine(tokens).flatten(0, 1), tokens.flatten())
-        if index % 5 == 4:
-            loss = loss + engine(tokens_of(index + 1, (6,))).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-@daily("stage", [2], [1, 3])
-def test_what_programs_do_now_and_then_changes_nothing(double: GraphDouble, stage: int) -> None:
-    plain, engine = engine_of(False, stage), engine_of(True, stage)
-    assert irregular(engine) == irregular(plain)
-    assert double.replays > double.captures > 0
-    engine.destroy()
-    plain.destroy()
-
-
 @daily("stage", [3], [1, 2])
 def test_new_graphs_are_compared_with_their_code(double: GraphDouble, stage: int) -> None:
     plain, engine = engine_of(False, stage, 2), engine_of(True, stage, 2, check=True)

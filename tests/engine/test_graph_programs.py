@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tests.support import programs
-from tests.support.loops import Case, compared
+from tests.support.loops import Case, Program, compared, loop
 from tests.support.marks import daily
 
 LOOPS = [
@@ -24,22 +21,14 @@ LOOPS = [
     Case(3, 2, "plain", dropout=0.1, config={"activations": {"free_threshold_bytes": 64}}),
 ]
 DAILY = [Case(2, 2, "clipped", decay=True)]
-PROGRAMS: list[tuple[Callable[..., Any], Case]] = [
+PROGRAMS: list[tuple[Program, Case]] = [
     (programs.autocast, Case(dropout=0.1)),
     (programs.autocast_around, Case()),
     (programs.modes, Case(dropout=0.1)),
-    (programs.methods, Case()),
-    (programs.fresh, Case()),
-    (programs.criteria, Case()),
-    (programs.trained, Case()),
-    (programs.counts, Case()),
-    (programs.writes, Case()),
     (programs.total, Case()),
-    (programs.objects, Case()),
-    (programs.numbers, Case()),
     (programs.shapes, Case()),
     (programs.seeded, Case(dropout=0.2)),
-    *((programs.given_up, Case(stage, gas, dropout=0.1)) for stage in (1, 2, 3) for gas in (1, 2)),
+    *((programs.irregular, Case(stage, gas, dropout=0.1)) for stage in (1, 2, 3) for gas in (1, 2)),
 ]
 
 
@@ -49,13 +38,13 @@ def named(value: object) -> str:
 
 @daily("case", DAILY, [case for case in LOOPS if case not in DAILY], ids=str)
 def test_loops(case: Case) -> None:
-    differs, told = compared(case)
+    differs, told = compared(lambda engine: loop(engine, case), case)
     assert not differs
     assert told.launched > case.steps and told.launched > 2 * told.captures, told
 
 
 @daily(("program", "case"), PROGRAMS[-1:], PROGRAMS[:-1], ids=named)
-def test_programs(program: Callable[..., Any], case: Case) -> None:
-    differs, told = programs.compared(program, case)
+def test_programs(program: Program, case: Case) -> None:
+    differs, told = compared(program, case)
     assert not differs
     assert told.launched > 2 * told.captures > 0, told
