@@ -164,6 +164,7 @@ EVERYTHING: dict[str, Any] = {
     "debug": dict.fromkeys(OF_THE_ENGINE, True),
 }
 
+
 def toml(config: dict[str, Any]) -> str:
     """JSON's numbers, strings, booleans and lists of strings are TOML's as well."""
     keys = [f"{key} = {json.dumps(value)}" for key, value in config.items() if not isinstance(value, dict)]

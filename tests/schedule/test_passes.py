@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from tests.support.schedules import SEEDS, random_case, stack, stack_facts
 from zeroweave.schedule import (
     PASSES,
     BucketFacts,
     Call,
+    Costs,
     Facts,
     Free,
     Instruction,
+    Line,
     Reduce,
     Reshard,
     Run,
     Schedule,
     Settle,
+    Stage,
     Unshard,
     Update,
     Wait,
+    compile_schedule,
+    simulate,
 )
-from zeroweave.schedule.passes import free, insert, prefetch
+from zeroweave.schedule.passes import free, insert, prefetch, stage
 
 
 def run(*uses: int, backward: bool = False) -> Run:
@@ -163,3 +171,62 @@ def test_free_stands_before_the_first_update() -> None:
     assert free(after) == after
     for unchanged in (of(*step, *update), of(*step, frees=True)):
         assert free(unchanged) is unchanged
+
+
+# ---------------------------------------------------------------------- copies for checkpoints
+def staged_of(blocks: int, wanted: bool = True, calls: int = 1) -> Schedule:
+    return compile_schedule(stack(blocks, 1, calls), replace(stack_facts(blocks, 1), stage=wanted))
+
+
+def shown(schedule: Schedule) -> list[str]:
+    return [schedule.describe(i) for i in schedule.instructions if isinstance(i, Stage | Run | Update)]
+
+
+def test_stage_comes_before_the_update_and_that_of_the_first_update_first() -> None:
+    assert shown(staged_of(2)) == [
+        "Stage layers.1",
+        "Run layers.0.0 forward [layers.0]",
+        "Stage layers.0",
+        "Run layers.1.0 forward [layers.1]",
+        "Run layers.1.0 backward [layers.1]",
+        "Run layers.0.0 backward [layers.0]",
+        "Update layers.1",
+        "Update layers.0",
+    ]
+
+
+def test_stages_of_few_buckets_are_spread_over_the_first_forward() -> None:
+    record = stack(2, 3, 4)
+    schedule = compile_schedule(record, replace(stack_facts(2, 1), stage=True))
+    lines = [i for i in schedule.instructions if isinstance(i, Stage | Run)]
+    assert [n for n, i in enumerate(lines) if isinstance(i, Stage)] == [0, 5]
+
+
+def test_stages_of_many_buckets_share_the_calls() -> None:
+    facts = replace(stack_facts(6, 1), stage=True)
+    record = tuple(e for e in stack(6, 1, 1) if getattr(e, "call", Call("layers.0.0", "forward")).name == "layers.0.0")
+    schedule = compile_schedule(record, facts)
+    runs = [n for n, i in enumerate(schedule.instructions) if isinstance(i, Run)]
+    assert max(n for n, i in enumerate(schedule.instructions) if isinstance(i, Stage)) < runs[0]
+
+
+def test_nothing_is_staged_where_nothing_asks_for_it() -> None:
+    plain = staged_of(3, wanted=False)
+    assert stage(plain) is plain and not any(isinstance(i, Stage) for i in plain.instructions)
+
+
+@pytest.mark.parametrize("seed", SEEDS[:40])
+def test_stages_leave_random_schedules_as_they_are_otherwise(seed: int) -> None:
+    record, facts = random_case(seed)
+    plain, staged = compile_schedule(record, facts), compile_schedule(record, replace(facts, stage=True))
+    assert tuple(i for i in staged.instructions if not isinstance(i, Stage)) == plain.instructions
+    assert sorted(i.bucket for i in staged.instructions if isinstance(i, Stage)) == sorted(facts.by_id)
+    assert stage(staged) is staged
+
+
+def test_stages_take_no_time_that_is_predicted() -> None:
+    plain, staged = staged_of(3, wanted=False), staged_of(3)
+    events = sum(isinstance(i, Run) for i in plain.instructions) + 3
+    line = Line(1.0, 0.5)
+    costs = Costs((1.0,) * events, dict.fromkeys(range(3), 0.25), {}, {}, line, line, (0,) * events)
+    assert simulate(staged, costs).seconds == simulate(plain, costs).seconds
