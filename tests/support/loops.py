@@ -83,7 +83,7 @@ class Cycle(torch.optim.lr_scheduler.LambdaLR):
 def start(case: Case, graphs: bool) -> Any:
     torch.manual_seed(0)
     model = Net(case.dropout)
-    model.blocks[0].reads = case.reads
+    model.blocks.get_submodule("0").reads = case.reads  # type: ignore[assignment]
     if case.frozen:
         for block in model.blocks:
             block.get_submodule("line").requires_grad_(False)
