@@ -105,6 +105,16 @@ def lying(manifest: Manifest, changes: Mapping[str, Any]) -> bytes:
     return sealed(b'",' + json.dumps({**fields, **changes}).encode()[1:])
 
 
+class Runs:
+    """Leaves a file when it is read from a pickle."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+
 def ended_in(action: Callable[[], object], is_last: Callable[[], bool]) -> bool:
     """Runs `action` in a process that ends without a word as soon as `is_last`, asked before each line of `OF_FOLDERS`.
 

@@ -1,4 +1,4 @@
-"""Checkpoints that chance has damaged, and manifests that chance has changed under right checksums."""
+"""Manifests that chance has changed under right checksums; test_torn.py has checkpoints whose bytes are damaged."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.support.marks import MODES, daily
 from zeroweave.checkpoint.manifest import parse
 from zeroweave.errors import CheckpointError
 
-DAMAGED, HOSTILE = 25, 10
-"""Checkpoints of one row: 40 rows are 1,000 damaged ones, 20 rows are 200 hostile ones."""
+HOSTILE = 10
+"""Checkpoints of one row: 20 rows are 200."""
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 3, 1 << 62, 1 << 70, 1e308, -0.5, "", "x", "../x", "\0", "~tuple", "F64", "x" * 5000,
     [], {}, [[]], [1, "x"], {"x": 1}, {"~tuple": [1]}, {"~stored": "client/0"}, {"~float": "nan"}, [None] * 100,
@@ -46,11 +46,9 @@ class Run:
         self.engine.backward(self.engine(torch.randn(6, 3)).square().mean())
         self.engine.step()
 
-    def copy(self) -> list[Path]:
-        """A fresh copy; its files."""
+    def copy(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(self.whole, self.folder)
-        return sorted(path for path in self.folder.rglob("*") if path.is_file() and path.stat().st_size)
 
     def load(self, seed: str) -> bool:
         """False where the engine refuses the copy, as it should."""
@@ -69,51 +67,14 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     made = Run(tmp_path_factory.mktemp("fuzzed"))
-    assert made.copy() and made.load("none")
+    made.copy()
+    assert made.load("none")
     with made.engine:
         yield made
 
 
 OF_OPTIMIZERS = ("/values/optimizer", "/values/scalar/", "/tensors/state/")
 """Where a manifest has what only the optimizer can judge: its next step may raise."""
-
-
-def damage(chance: random.Random, files: list[Path]) -> str:
-    """What has been done, in words."""
-    path = chance.choice(files)
-    content = path.read_bytes()
-    first, last = sorted(chance.randrange(len(content) + 1) for _ in range(2))
-    kind = chance.choice(("bit", "cut", "zeros", "noise", "more", "moved", "empty", "gone", "another"))
-    match kind:
-        case "bit":
-            at = chance.randrange(len(content))
-            changed = content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :]
-        case "cut":
-            changed = content[: chance.randrange(len(content))]
-        case "zeros":
-            changed = content[:first] + bytes(last - first) + content[last:]
-        case "noise":
-            changed = content[:first] + chance.randbytes(last - first) + content[last:]
-        case "more":
-            changed = content + b"\0" + chance.randbytes(9)
-        case "moved":
-            changed = content[last:] + content[:last]
-        case "another":
-            changed = chance.choice([other for other in files if other != path]).read_bytes()
-        case _:
-            changed = b""
-    if changed == content:
-        return damage(chance, files)
-    path.unlink() if kind == "gone" else path.write_bytes(changed)
-    return f"{kind} in {path.name}"
-
-
-@daily("row", [0], range(1, 40))
-def test_what_is_damaged_is_refused(run: Run, row: int) -> None:
-    for number in range(DAMAGED):
-        seed = f"damaged {row} {number}"
-        what = damage(random.Random(seed), run.copy())
-        assert not run.load(seed), f"seed {seed}: {what} was loaded"
 
 
 def changed(chance: random.Random, fields: Any) -> str:
@@ -159,5 +120,6 @@ def test_what_is_hostile_is_refused_or_does_no_harm(run: Run, row: int) -> None:
                     raise AssertionError(f"seed {seed}: {what}: {type(error).__name__}: {error}") from error
         else:
             refused += 1
-        assert run.copy() and run.load(seed), "what was refused has changed the engine"
+        run.copy()
+        assert run.load(seed), "what was refused has changed the engine"
     assert refused

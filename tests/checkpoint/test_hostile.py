@@ -15,7 +15,7 @@ import pytest
 import torch
 import xxhash
 
-from tests.checkpoint.small import ALONE, is_whole, lying, read, sealed
+from tests.checkpoint.small import ALONE, Runs, is_whole, lying, read, sealed
 from zeroweave.checkpoint import random_numbers
 from zeroweave.checkpoint.compatibility import Compatibility, Wanted
 from zeroweave.checkpoint.files import bytes_of
@@ -59,19 +59,11 @@ def replaced(path: Path, content: bytes) -> None:
 
 
 # ---------------------------------------------------------------------- pickles
-class Touch:
-    def __init__(self, place: Path) -> None:
-        self.place = place
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.place,)
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_pickles_are_bytes(path: Path, tmp_path: Path, place: str) -> None:
     mark = tmp_path / "ran"
-    pickles = [pickle.dumps(Touch(mark), protocol) for protocol in range(6)]
-    torch.save(Touch(mark), tmp_path / "saved")
+    pickles = [pickle.dumps(Runs(mark), protocol) for protocol in range(6)]
+    torch.save(Runs(mark), tmp_path / "saved")
     for content in [*pickles, (tmp_path / "saved").read_bytes()]:
         (path / place).write_bytes(content)
         assert Path(place).name in refusal(path)
@@ -82,7 +74,7 @@ def test_pickles_are_bytes(path: Path, tmp_path: Path, place: str) -> None:
 
 def test_a_pickle_that_the_manifest_vouches_for_is_numbers(path: Path, tmp_path: Path) -> None:
     mark = tmp_path / "ran"
-    content = pickle.dumps(Touch(mark)).ljust((path / PLACES[2]).stat().st_size, b".")
+    content = pickle.dumps(Runs(mark)).ljust((path / PLACES[2]).stat().st_size, b".")
     (path / PLACES[2]).write_bytes(content)
     told = {"nbytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
     republished(path, lambda fields: fields["files"].update({Path(PLACES[2]).name: told}))

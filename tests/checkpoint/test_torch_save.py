@@ -5,12 +5,12 @@ from __future__ import annotations
 import pickle
 from collections import OrderedDict, defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.checkpoint.small import Runs
 from zeroweave.checkpoint.torch_save import Inert, load
 from zeroweave.errors import CheckpointError
 
@@ -37,16 +37,6 @@ def test_tensors_of_all_kinds_come_back(tmp_path: Path) -> None:
         assert torch.equal(found[name], value.detach()) and found[name].dtype == value.dtype, name
     assert isinstance(found["other"], Inert) and found["counts"] == {"a": [1]}
     assert found["dtype"] is torch.float16 and found["shape"] == (2,) and found["ordered"] == {"a": (1, [None])}
-
-
-class Runs:
-    """Leaves a file when it is read from a pickle."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return open, (str(self.path), "w")
 
 
 @pytest.mark.oldest

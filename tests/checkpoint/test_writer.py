@@ -1,21 +1,24 @@
-"""Checkpoints are written whole, or not at all: what one rank does of it."""
+"""Checkpoints are written whole, or not at all: what one rank does of it; and so are exported folders."""
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.checkpoint.small import ALONE, is_whole, read, write
-from zeroweave.checkpoint.files import Part
-from zeroweave.checkpoint.folder import Folder
-from zeroweave.checkpoint.writer import Content, Saving
+from zeroweave.checkpoint.export import export
+from zeroweave.checkpoint.files import FileWriter, Part
+from zeroweave.checkpoint.folder import Folder, write_file
+from zeroweave.checkpoint.writer import Content, Saving, words
 from zeroweave.errors import CheckpointError
 
 LARGE = torch.arange(1 << 16, dtype=torch.float32)
@@ -116,3 +119,89 @@ def test_old_ones_that_stay_are_no_failure(path: Path) -> None:
     with pytest.warns(UserWarning, match="were not removed: Permission denied: one"):
         Saving(Stuck(path), "two", 2, 1, content, ALONE, (1, None)).finish()
     assert Folder(path).latest()[0] == "two"
+
+
+TENSORS = {
+    "a.weight": torch.randn(8, 4),
+    "a.bias": torch.zeros(0),
+    "b.weight": torch.randn(5).bfloat16(),
+    "b.scale": torch.tensor(2.0),
+    "c.weight": torch.randn(64, 4),
+}
+
+
+def export_to(path: Path, shard_bytes: int, finish: bool = True) -> None:
+    def end(folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        if not finish:
+            raise OSError(28, "No space left on device", str(folder))
+
+    parts = [Part.of(name, value) for name, value in TENSORS.items()]
+    export(path, parts, iter(TENSORS.values()), shard_bytes, end)
+
+
+@pytest.mark.parametrize(("shard_bytes", "files"), [(1 << 30, 1), (200, 2), (130, 3), (1, 5)])
+def test_files_and_index(tmp_path: Path, shard_bytes: int, files: int) -> None:
+    path = tmp_path / "deep" / "model"
+    export_to(path, shard_bytes)
+    found = {file.name: load_file(file) for file in path.glob("*.safetensors")}
+    assert len(found) == files
+    tensors = {name: value for one in found.values() for name, value in one.items()}
+    assert tensors.keys() == TENSORS.keys()
+    assert all(torch.equal(tensors[name], value) for name, value in TENSORS.items())
+    assert all(tensors[name].dtype == value.dtype for name, value in TENSORS.items())
+    index = path / "model.safetensors.index.json"
+    assert index.exists() == (files > 1)
+    if files > 1:
+        told = json.loads(index.read_text())
+        assert told["weight_map"] == {name: file for file, one in found.items() for name in one}
+        assert told["metadata"]["total_size"] == sum(value.nbytes for value in TENSORS.values())
+    else:
+        assert found.keys() == {"model.safetensors"}
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["model"]
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    def broken() -> Iterator[torch.Tensor]:
+        yield TENSORS["a.weight"]
+        raise OSError(28, "No space left on device")
+
+    parts = [Part.of(name, value) for name, value in TENSORS.items()]
+    with pytest.raises(OSError, match="No space"):
+        export(tmp_path / "model", parts, broken(), 100, lambda folder: None)
+    with pytest.raises(OSError, match="No space"):
+        export_to(tmp_path / "model", 100, finish=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_a_place_that_is_taken(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "model"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "file":
+        path.write_text("mine")
+    else:
+        path.symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="is there already"):
+        export_to(path, 100)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("place", ["write", "fsync"])
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    def write(path: Path) -> None:
+        with FileWriter(path, [Part.of("a", torch.ones(10_000))]) as file:
+            file.write(torch.ones(10_000))
+
+    if place == "fsync":
+        monkeypatch.setattr(os, "fsync", full)
+    for attempt in (write, lambda path: write_file(path, bytes(40_000))):
+        path = tmp_path / f"file{len(list(tmp_path.iterdir()))}"
+        # A limit is as a full disk, but for the error's number.
+        with files_end_at(10_000) if place == "write" else nullcontext(), pytest.raises(OSError) as caught:
+            attempt(path)
+        assert words(caught.value).endswith(f": {path}")

@@ -18,6 +18,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import zeroweave as zw
+from tests.checkpoint.small import Runs
 from tests.support.commands import zeroweave
 from tests.support.harness import Pools
 from zeroweave import cli
@@ -258,16 +259,6 @@ def test_transformers_reads_an_export(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- import
-class Runs:
-    """Leaves a file when it is read from a pickle."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return open, (str(self.path), "w")
-
-
 def test_import_of_plain_weights(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, file = Net(), tmp_path / "plain.pt"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import zeroweave as zw
+from tests.config.test_deepspeed import nested
 from tests.support.marks import daily
 from zeroweave import Config, ConfigError
 from zeroweave.config.deepspeed_keys import KEYS
@@ -133,18 +134,10 @@ TABLES = ("zero_optimization", "bf16", "fp16", "compile", "data_types", "torch_a
 @daily("key", [*list(KEYS)[::6], *TABLES], [key for index, key in enumerate(KEYS) if index % 6])
 def test_no_value_crashes(key: str) -> None:
     for value in ODD:
-        source: dict[str, Any] = {
-            table: dict(keys) if isinstance(keys, dict) else keys for table, keys in STAGE.items()
-        }
-        *tables, leaf = key.split(".")
-        place = source
-        for table in tables:
-            place = place.setdefault(table, {})
-        place[leaf] = value
         for beside in ({}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 try:
-                    zw.load_deepspeed(beside | source)
+                    zw.load_deepspeed(beside | nested(key, value))
                 except ConfigError as error:
                     assert key.rpartition(".")[2] in str(error) or "stage" in str(error), (value, error)

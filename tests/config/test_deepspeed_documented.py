@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.config.test_deepspeed import nested
 from zeroweave import Config, ConfigError
 from zeroweave.config.deepspeed_keys import IGNORED, REFUSED, owner
 
@@ -128,16 +129,6 @@ DOCUMENTED = {
 
 def documented() -> Iterator[str]:
     return (f"{section}.{name}".removeprefix(".") for section, names in DOCUMENTED.items() for name in names.split())
-
-
-def nested(key: str, value: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {"zero_optimization": {"stage": 3}, "gradient_clipping": 0}
-    place = config
-    *tables, leaf = key.split(".")
-    for table in tables:
-        place = place.setdefault(table, {})
-    place[leaf] = value
-    return config
 
 
 @pytest.mark.parametrize("key", documented())

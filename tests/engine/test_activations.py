@@ -8,48 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import zeroweave as zw
+from tests.engine import offloading
+from tests.engine.offloading import BLOCKS, BYTES, resident, rows
 from tests.support.marks import MODES, slow
-from tests.support.twins import WIDTH, Block
 from zeroweave.schedule import Free
 
 pytestmark = pytest.mark.oldest
 
-ROWS = 512
-BYTES = ROWS * WIDTH * 4
-"""Of one activation; parameters are far smaller."""
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def rows(index: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index + 1))
-
 
 def engine_of(threshold: int | None, stage: int = 3, mode: str = "eager", **settings: Any) -> Any:
-    torch.manual_seed(0)
-    model = Net()
-    config = {"stage": stage, "compile": MODES[mode], "activations": {"free_threshold_bytes": threshold}, **settings}
-    return zw.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
-
-
-def storages() -> dict[int, int]:
-    """Address and bytes of the storages of all activations that some Python object holds."""
-    gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) is Tensor and each.device.type == "cpu"]
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return {address: nbytes for address, nbytes in found.items() if nbytes >= BYTES}
+    return offloading.engine_of(False, mode, stage=stage, activations={"free_threshold_bytes": threshold}, **settings)
 
 
 @pytest.fixture(autouse=True)
@@ -64,15 +34,15 @@ def nothing_before() -> Iterator[None]:
 def test_a_retained_graph_is_freed_before_the_update(stage: int, mode: str) -> None:
     values, losses, left = [], [], []
     for threshold in (None, BYTES):
-        before = storages()
+        before = resident()
         with engine_of(threshold, stage, mode) as engine:
             for index in range(3):  # the first step is recorded, the others follow a schedule
                 loss = engine(rows(index)).pow(2).mean()
                 loss.backward(retain_graph=True)
-                kept = sum(storages().values()) - sum(before.values())
+                kept = resident() - before
                 freed = engine.stats.freed_activations
                 engine.step()
-                dropped = kept - (sum(storages().values()) - sum(before.values()))
+                dropped = kept - (resident() - before)
                 assert engine.stats.freed_activations - freed == dropped
                 assert (dropped > 0) == (threshold is not None)
                 assert engine.executed.count(Free()) == (threshold is not None)
@@ -85,7 +55,7 @@ def test_a_retained_graph_is_freed_before_the_update(stage: int, mode: str) -> N
     assert all(torch.equal(values[0][name], values[1][name]) for name in values[0])
     assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:]))
     # The loss's own graph, outside of the engine's forward, keeps the output.
-    assert min(left[:3]) >= 3 * BYTES and left[3:] == [BYTES] * 3
+    assert min(left[:3]) >= BLOCKS * BYTES and left[3:] == [BYTES] * 3
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -112,7 +82,7 @@ def test_what_somebody_holds_stays(mode: str) -> None:
             copies = [tensor.detach().clone() for tensor in (x, y, *seen)]
             engine.step()
             assert engine.stats.freed_activations > 0
-            assert len(copies) == 8 and all(map(torch.equal, copies, (x, y, *seen)))
+            assert len(copies) == 2 + 2 * BLOCKS and all(map(torch.equal, copies, (x, y, *seen)))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -121,7 +91,7 @@ def test_a_forward_without_backward_is_freed(mode: str) -> None:
         metric = engine(rows(0)).mean()
         engine.backward(engine(rows(1)).pow(2).mean())
         engine.step()
-        assert engine.stats.freed_activations >= 3 * BYTES and metric.isfinite()
+        assert engine.stats.freed_activations >= BLOCKS * BYTES and metric.isfinite()
 
 
 def test_smaller_ones_stay() -> None:

@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zeroweave as zw
+from tests.support import programs
 from tests.support.graph_double import GraphDouble
+from tests.support.loops import Case, Program, compared, loop
 from tests.support.marks import daily
 
 WIDTH = 8
@@ -117,7 +119,7 @@ def same_parameters(one: zw.Engine, other: zw.Engine) -> bool:
     return all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
 
 
-PROGRAMS: list[tuple[tuple[int, ...], int, dict[str, Any]]] = [
+SETTINGS: list[tuple[tuple[int, ...], int, dict[str, Any]]] = [
     ((6,), 1, {}),
     ((6, 4, 9), 1, {}),
     ((6, 4), 2, {}),
@@ -128,8 +130,8 @@ PROGRAMS: list[tuple[tuple[int, ...], int, dict[str, Any]]] = [
 
 @daily(
     ("stage", "lengths", "gas", "model"),
-    [(stage, *PROGRAMS[program]) for stage, program in ((2, 1), (3, 3))],
-    [(stage, *PROGRAMS[program]) for stage in (1, 2, 3) for program in range(5)],
+    [(stage, *SETTINGS[setting]) for stage, setting in ((2, 1), (3, 3))],
+    [(stage, *SETTINGS[setting]) for stage in (1, 2, 3) for setting in range(5)],
 )
 def test_trains_as_without_graphs(
     double: GraphDouble, stage: int, lengths: tuple[int, ...], gas: int, model: dict[str, Any]
@@ -160,40 +162,6 @@ def test_all_blocks_as_one_region(double: GraphDouble, stage: int) -> None:
     plain.destroy()
 
 
-def irregular(engine: zw.Engine) -> list[float]:
-    """Exceptions in forwards, windows that are given up, backwards that do not reduce, two forwards for a loss."""
-    losses = []
-    for index in range(18):
-        torch.manual_seed(index)
-        tokens = tokens_of(index, (6,))
-        if index % 4 == 1:
-            with pytest.raises(IndexError):
-                engine(torch.full_like(tokens, 16))
-            engine.zero_grad()
-        if index % 4 == 2:
-            engine.backward(engine(tokens).square().mean())
-            engine.zero_grad()
-        if index % 4 == 3:
-            with engine.no_sync():
-                engine.backward(engine(tokens).square().mean())
-        loss = F.cross_entropy(engine(tokens).flatten(0, 1), tokens.flatten())
-        if index % 5 == 4:
-            loss = loss + engine(tokens_of(index + 1, (6,))).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-@daily("stage", [2], [1, 3])
-def test_what_programs_do_now_and_then_changes_nothing(double: GraphDouble, stage: int) -> None:
-    plain, engine = engine_of(False, stage), engine_of(True, stage)
-    assert irregular(engine) == irregular(plain)
-    assert double.replays > double.captures > 0
-    engine.destroy()
-    plain.destroy()
-
-
 @daily("stage", [3], [1, 2])
 def test_new_graphs_are_compared_with_their_code(double: GraphDouble, stage: int) -> None:
     plain, engine = engine_of(False, stage, 2), engine_of(True, stage, 2, check=True)
@@ -218,3 +186,47 @@ def test_a_graph_that_computes_something_else_is_told() -> None:
     train(engine, 8, (6,))
     assert engine.stats.graph_difference == pytest.approx(0.25)
     engine.destroy()
+
+
+LOOPS = [
+    *(Case(stage, gas, loop, dropout=0.1) for stage in (1, 2, 3) for gas in (1, 4) for loop in ("train_step", "plain")),
+    *(Case(stage, 2, "clipped", decay=True) for stage in (2, 3)),
+    *(Case(3, gas, loop, overflow=20, clipping=0.1, decay=True) for gas in (1, 3) for loop in ("train_step", "plain")),
+    *(Case(stage, 4, loop, dropout=0.1) for loop in ("coalesced", "no_sync") for stage in (3, 2, 1)),
+    *(Case(stage, 3, "plain", frozen=True) for stage in (2, 1)),
+    *(Case(stage, gas, "busy", steps=64, dropout=0.1) for stage in (1, 2, 3) for gas in (1, 3)),
+    Case(2, 3, "busy", steps=64, dropout=0.1, frozen=True),
+    Case(2, sizes=(4, 6)),
+    Case(3, reads=True, dropout=0.1),
+    Case(3, cycle=True),
+    Case(2, 2, config={"precision": {"accumulate": "bfloat16"}, "reduce": {"depth": 1}}),
+    Case(3, 2, "plain", dropout=0.1, config={"activations": {"free_threshold_bytes": 64}}),
+]
+DAILY = [Case(2, 2, "clipped", decay=True)]
+PROGRAMS: list[tuple[Program, Case]] = [
+    (programs.autocast, Case(dropout=0.1)),
+    (programs.autocast_around, Case()),
+    (programs.modes, Case(dropout=0.1)),
+    (programs.total, Case()),
+    (programs.shapes, Case()),
+    (programs.seeded, Case(dropout=0.2)),
+    *((programs.irregular, Case(stage, gas, dropout=0.1)) for stage in (1, 2, 3) for gas in (1, 2)),
+]
+
+
+def named(value: object) -> str:
+    return getattr(value, "__name__", str(value))
+
+
+@daily("case", DAILY, [case for case in LOOPS if case not in DAILY], ids=str)
+def test_loops(case: Case) -> None:
+    differs, told = compared(lambda engine: loop(engine, case), case)
+    assert not differs
+    assert told.launched > case.steps and told.launched > 2 * told.captures, told
+
+
+@daily(("program", "case"), PROGRAMS[-1:], PROGRAMS[:-1], ids=named)
+def test_programs(program: Program, case: Case) -> None:
+    differs, told = compared(program, case)
+    assert not differs
+    assert told.launched > 2 * told.captures > 0, told

@@ -9,8 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.distributed.schedule.test_memory import kept, training
-from tests.engine.test_memory_budget import MOST, SMALL
+from tests.distributed.schedule.test_memory import ALL, kept, training
 from tests.support.memory import CountedClock
 from tests.support.zoo import regression, rows
 from zeroweave.engine.agreements import Agreements
@@ -18,6 +17,10 @@ from zeroweave.engine.headroom import Headroom
 from zeroweave.schedule import Costs, Line, fixed
 
 pytestmark = pytest.mark.usefixtures("flats_apart")
+
+SMALL = 78_000
+"""Bytes of a device that has room for some buckets more and not for all."""
+MOST = SMALL * 95 // 100
 
 MUCH = 57_900
 """Bytes beside those between steps, with which the device is all but full."""
@@ -210,3 +213,21 @@ def test_where_nothing_can_be_spared_nobody_is_asked_again() -> None:
         twice, kept_twice = asked(16, **settings)
         assert 0 < once == twice <= 4
         assert kept_twice == kept_once + [kept_once[0]] * 6
+
+
+def test_what_just_fits_changes_nothing_and_a_byte_more_does() -> None:
+    with training(SMALL) as (engine, clock, step), training(SMALL, memory_budget="none") as (bare, _, plain):
+        for most in (0, 0, 0, 0):
+            assert step(most) == plain()
+        before, device = kept(engine), engine.stats.device
+        assert set(kept(bare)) < set(before) < set(ALL) and bare.schedule.facts.memory is None
+        assert clock.peak() <= device.foreseen <= device.budget + 20_000 and device.allocated == clock.peak()
+        found = []
+        for most in (MOST, MOST, MOST + 1, MOST + 1, 0):
+            assert step(most) == plain()
+            found.append(kept(engine))
+        assert found[:2] == [before] * 2 and found[2:] == [found[2]] * 3
+        assert set(kept(bare)) <= set(found[2]) and len(found[2]) < len(before)
+        assert engine.stats.departures == 0
+        told = [each.reason for each in engine._context.journal.take()]
+        assert sum("memory is short" in each for each in told) == 1

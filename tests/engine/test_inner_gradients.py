@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.support.marks import daily
+from tests.support.marks import MODES, daily
 from tests.support.zoo import Block, rows
 
 Grads = tuple[Tensor | None, ...]
@@ -116,7 +116,6 @@ def trained(ask: Any, gas: int, steps: int, config: dict[str, Any]) -> tuple[lis
     return losses, model.found, [values[name] for name, _ in model.named_parameters()]
 
 
-MODES: dict[str, dict[str, Any]] = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
 ROWS = [(ask, stage, mode, gas) for ask in ASKS for stage in (1, 2, 3) for mode in MODES for gas in (1, 2)]
 DAILY = [*((ask, 3, "aot_eager", 1) for ask in ASKS), (weighed, 2, "aot_eager", 2), (weighed, 1, "eager", 1)]
 

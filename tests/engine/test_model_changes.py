@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import UserDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 import zeroweave as zw
+from zeroweave.engine.calls import arguments_of
 from zeroweave.errors import EngineError, ParameterError
 
 EAGER = {"compile": {"enabled": False}}
@@ -127,6 +129,13 @@ def test_a_loss_that_is_none_is_told() -> None:
         model.head.register_forward_hook(lambda *_: SimpleNamespace(loss=1.0))
         with pytest.raises(TypeError, match=r"its loss; the output's .loss gave it something of .*float"):
             engine.train_step(torch.ones(4, 8))
+
+
+def test_a_batch_is_arguments_by_its_kind() -> None:
+    assert arguments_of(UserDict({"x": 1})) == ((), {"x": 1})
+    assert arguments_of([1, 2]) == ([1, 2], {}) and arguments_of((1,)) == ((1,), {})
+    alone = SimpleNamespace(x=1)
+    assert arguments_of(alone) == ((alone,), {})
 
 
 # ---------------------------------------------------------------------- what is no write to a parameter

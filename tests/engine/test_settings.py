@@ -6,11 +6,15 @@ import re
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import zeroweave as zw
 from zeroweave.config import Config
 from zeroweave.engine.settings import changes_of, facts_of, policy_of
 from zeroweave.errors import EngineError
 from zeroweave.layout import ParameterSpec, build_layout
+from zeroweave.schedule import Reduce, Settle
 
 NUMBER = "a valid integer"
 
@@ -60,3 +64,32 @@ def test_which_buckets_have_registered_buffers_and_which_of_them_copy_engines_ga
     policy = policy_of(config, layouts, {spec.name for spec in specs})
     facts = facts_of(config, layouts, policy, None, least, fixed)
     assert (sorted(facts.registered), sorted(facts.copied)) == (registered, copied)
+
+
+def in_flight(engine: Any) -> int:
+    """The most of one step."""
+    flying = most = 0
+    for instruction in engine.executed:
+        flying += isinstance(instruction, Reduce) - isinstance(instruction, Settle)
+        most = max(most, flying)
+    return most
+
+
+def step(engine: Any) -> None:
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    engine.step()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_reductions_on_demand_follow_the_settings_too(stage: int) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(5)))
+    config = {"stage": stage, "compile": {"enabled": False}, "reduce": {"depth": 4}}
+    with zw.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config) as engine:
+        engine.reschedule(depth=3)
+        step(engine)  # without a schedule
+        assert in_flight(engine) == 3
+        step(engine)
+        assert in_flight(engine) == 3
+        engine.reschedule(depth=1)
+        step(engine)
+        assert in_flight(engine) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -119,100 +119,102 @@ def test_what_travels_is_codes_scales_and_remainders(fast: bool) -> None:
         assert [size for direction, size in transfers.log if direction == wanted] == sizes
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_states_that_are_written_between_steps_count(fast: bool) -> None:
-    here, there = pair(fast=fast)
-    for world in (here, there):
-        sharded, bucket = world.ranks[0].sharded, next(b.id for b in world.layouts if b.name == "layers.0")
-        sharded.set_state(bucket, 0, "exp_avg", torch.linspace(-1, 1, 33 * 33))
-        sharded.set_state(bucket, 0, "step", torch.tensor(7.0))
-        held = dict(sharded.state_of(bucket, 1))
-        sharded.replace(bucket, {1: {}})
-        assert sharded.state_of(bucket, 1) == {}
-        train(world, range(4, 5))
-        sharded.replace(bucket, {1: {**held, "exp_avg": held["exp_avg"] * 2}})
-        view = world.ranks[0].views[bucket]
-        view.home.put(view.home.values() * 1.5)
-    assert differing(here, there) == []
-    assert_at_home(there)
-    assert differing(*(train(world, range(5, 8)) for world in (here, there))) == []
+Act = Callable[[World, pytest.MonkeyPatch], None]
 
 
-@pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("way", RESETS)
-def test_an_optimizer_whose_state_is_emptied_begins_anew(way: str, fast: bool) -> None:
-    here, there = pair(fast=fast)
-    for world in (here, there):
+def written(world: World, _: pytest.MonkeyPatch) -> None:
+    sharded, bucket = world.ranks[0].sharded, next(b.id for b in world.layouts if b.name == "layers.0")
+    sharded.set_state(bucket, 0, "exp_avg", torch.linspace(-1, 1, 33 * 33))
+    sharded.set_state(bucket, 0, "step", torch.tensor(7.0))
+    held = dict(sharded.state_of(bucket, 1))
+    sharded.replace(bucket, {1: {}})
+    assert sharded.state_of(bucket, 1) == {}
+    train(world, range(4, 5))
+    sharded.replace(bucket, {1: {**held, "exp_avg": held["exp_avg"] * 2}})
+    view = world.ranks[0].views[bucket]
+    view.home.put(view.home.values() * 1.5)
+
+
+def emptied(way: str) -> Act:
+    def act(world: World, _: pytest.MonkeyPatch) -> None:
         RESETS[way](world.ranks[0].optimizer)
         train(world, range(4, 9))
-    assert differing(here, there) == []
-    assert_at_home(there)
+
+    return act
 
 
-@pytest.mark.parametrize("broken", range(3))
-def test_after_a_kernel_that_fails_states_are_where_they_were(broken: int) -> None:
-    here, there = pair(fast=True)
-    for world in (here, there):
+def shown(world: World, _: pytest.MonkeyPatch) -> None:
+    """Shown states are float32 on the device."""
+    with world.ranks[0].sharded.shown():
+        for state in world.ranks[0].optimizer.state.values():
+            assert state["exp_avg"].dtype == torch.float32
+            state["exp_avg"].mul_(2)
+
+
+def kernel_fails(at: int) -> Act:
+    def act(world: World, _: pytest.MonkeyPatch) -> None:
         (rank,) = world.ranks
         kernels = rank.sharded._one_pass._kernels
-        kernels.broken = kernels.launches + broken
+        kernels.broken = kernels.launches + at
         with pytest.raises(RuntimeError, match="broken kernel"):
             step(rank, 4)
         kernels.broken = -1
-        rank.sharded.offload.recall()  # as the next window's first forward does
-    assert_at_home(there)
-    assert differing(*(train(world, range(5, 7)) for world in (here, there))) == []
+
+    return act
 
 
-def test_after_an_exception_in_the_optimizer_states_are_where_they_were() -> None:
-    here, there = pair()
-    for world in (here, there):
-        (rank,) = world.ranks
-        good = rank.optimizer.param_groups[1].pop("betas")
-        with pytest.raises(KeyError):
-            step(rank, 4)
-        rank.optimizer.param_groups[1]["betas"] = good
-        rank.sharded.offload.recall()
-    assert differing(here, there) == []
-    assert_at_home(there)
-    assert differing(*(train(world, range(5, 7)) for world in (here, there))) == []
+def optimizer_fails(world: World, _: pytest.MonkeyPatch) -> None:
+    (rank,) = world.ranks
+    good = rank.optimizer.param_groups[1].pop("betas")
+    with pytest.raises(KeyError):
+        step(rank, 4)
+    rank.optimizer.param_groups[1]["betas"] = good
 
 
-BROKEN = {
-    "landing": (CompactMoments, "room_for_noise"),
-    "joining": ("zeroweave.runtime.shard.join_",),
-    "noise": ("zeroweave.optim.compact.noise_",),
-    "splitting": ("zeroweave.runtime.shard.split_",),
-    "encoding": ("zeroweave.optim.compact.encode_",),
+def no_memory_for(*what: object, empty: bool = False) -> Act:
+    """Whatever is written on the device before it goes home: the halves of a master stay together.
+
+    `empty`: slots that the program has emptied stay so.
+    """
+
+    def act(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        if empty:
+            world.ranks[0].optimizer.state.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(*what, no_memory)  # type: ignore[call-overload]
+            with pytest.raises(torch.OutOfMemoryError):
+                world.step(random_gradients(world.ranks[0].model, 4))
+
+    return act
+
+
+JOIN = "zeroweave.runtime.shard.join_"
+ACTS: dict[str, tuple[Act, bool]] = {
+    **{f"written, {fast=}": (written, fast) for fast in (False, True)},
+    **{f"{way}, {fast=}": (emptied(way), fast) for way in RESETS for fast in (False, True)},
+    "shown": (shown, False),
+    **{f"kernel {at} fails": (kernel_fails(at), True) for at in range(3)},
+    "the optimizer fails": (optimizer_fails, False),
+    "landing fails": (no_memory_for(CompactMoments, "room_for_noise"), False),
+    "joining fails": (no_memory_for(JOIN), False),
+    "joining fails behind a reset": (no_memory_for(JOIN, empty=True), False),
+    "noise fails": (no_memory_for("zeroweave.optim.compact.noise_"), False),
+    "splitting fails": (no_memory_for("zeroweave.runtime.shard.split_"), False),
+    "encoding fails": (no_memory_for("zeroweave.optim.compact.encode_"), False),
 }
+"""What is done between steps, and whether there are kernels."""
 
 
-@pytest.mark.parametrize("broken", BROKEN)
-def test_what_fails_on_the_way_has_the_same_effect(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is written on the device before it goes home: the halves of a master stay together."""
-    here, there = pair()
+@pytest.mark.parametrize("name", ACTS)
+def test_it_has_the_same_effect_and_states_are_where_they_were(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    act, fast = ACTS[name]
+    here, there = pair(fast=fast)
     for world in (here, there):
-        with monkeypatch.context() as patch:
-            patch.setattr(*BROKEN[broken], no_memory)
-            with pytest.raises(torch.OutOfMemoryError):
-                world.step(random_gradients(world.ranks[0].model, 4))
-        world.ranks[0].sharded.offload.recall()
+        act(world, monkeypatch)
+        world.ranks[0].sharded.offload.recall()  # as the next window's first forward does
     assert differing(here, there) == []
     assert_at_home(there)
-    assert differing(*(train(world, range(5, 7)) for world in (here, there))) == []
-
-
-def test_slots_that_were_emptied_stay_so_if_a_landing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, there = pair()
-    for world in (here, there):
-        world.ranks[0].optimizer.state.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr("zeroweave.runtime.shard.join_", no_memory)
-            with pytest.raises(torch.OutOfMemoryError):
-                world.step(random_gradients(world.ranks[0].model, 4))
-        world.ranks[0].sharded.offload.recall()
-    assert differing(here, there) == []
-    assert differing(*(train(world, range(5, 7)) for world in (here, there))) == []
+    assert differing(*(train(world, range(5, 8)) for world in (here, there))) == []
 
 
 def test_states_can_be_shown_after_a_landing_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,18 +236,6 @@ def test_states_that_were_there_before_are_taken_over() -> None:
     assert_at_home(there)
     assert {key for _, key in states(there)} == set(CODES) and differing(here, there) == []
     assert differing(*(train(world, range(2)) for world in (here, there))) == []
-
-
-def test_shown_states_are_float32_on_the_device() -> None:
-    here, there = pair()
-    for world in (here, there):
-        with world.ranks[0].sharded.shown():
-            for state in world.ranks[0].optimizer.state.values():
-                assert state["exp_avg"].dtype == torch.float32
-                state["exp_avg"].mul_(2)
-    assert differing(here, there) == []
-    assert_at_home(there)
-    assert differing(*map(partial(train, steps=range(4, 6)), (here, there))) == []
 
 
 def test_a_learning_rate_on_the_device_is_not_read_by_the_host() -> None:

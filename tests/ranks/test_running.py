@@ -1,4 +1,4 @@
-"""Deadlines count time in which a process ran."""
+"""What can be seen of processes, and deadlines, which count time in which a process ran."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import ROOT
-from zeroweave.ranks.process import RunningClock, note
+from tests.support.processes import is_gone
+from zeroweave.ranks.process import RunningClock, is_stopped, note, own
 
 TRAINS = """
 import os, sys, time, torch, zeroweave as zw
@@ -86,3 +87,29 @@ def test_ranks_that_are_stopped(tmp_path: Path, who: str) -> None:
         (tmp_path / "over").touch()
         said = job.stderr.read()
         assert job.wait() == 0, said
+
+
+def of(number: int) -> str:
+    return own().replace(f" {os.getpid()}", f" {number}")
+
+
+def test_a_process_runs_is_stopped_and_gone() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        name = of(child.pid)
+        assert not is_stopped(name) and not is_gone(name)
+        child.send_signal(signal.SIGSTOP)
+        while not is_stopped(name):
+            time.sleep(0.01)
+        assert not is_gone(name)
+        child.send_signal(signal.SIGCONT)
+        while is_stopped(name):
+            time.sleep(0.01)
+        child.kill()
+        while not is_gone(name):  # a zombie: nobody has waited for it
+            time.sleep(0.01)
+    assert is_gone(name) and not is_stopped(name)
+
+
+@pytest.mark.parametrize("name", ["", "1", "elsewhere 1", "another machine pid:[1] 1"])
+def test_of_another_machine_nothing_is_known(name: str) -> None:
+    assert not is_stopped(name) and not is_stopped(own())

@@ -36,8 +36,9 @@ def as_predicted(schedule: Schedule, before: int = 0) -> Measured:
     course = simulate(schedule, costs)
     moments = []
     for index, (instruction, start) in enumerate(zip(schedule.instructions, course.starts, strict=True)):
-        # The computation of an event comes after it.
-        takes = costs.update[instruction.bucket] if isinstance(instruction, Update) else course.waits.get(index, 0.0)
+        takes = course.waits.get(index, 0.0)  # the computation of an event comes after it
+        if isinstance(instruction, Update):
+            takes = costs.update.get(instruction.bucket, 0.0)
         allocated = before and before + course.memory[index]
         moments.append(Moment(instruction, start, start + takes, allocated))
     if moments:

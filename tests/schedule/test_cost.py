@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.schedule.measured import as_predicted
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule import (
     BucketFacts,
@@ -169,27 +170,8 @@ def test_all_ranks_decide_by_the_worst_of_each() -> None:
     assert Costs.merge([replace(COSTS, held=(0, 0, 7, 2)), replace(other, held=(0, 0, 1, 3))]).held == (0, 0, 7, 3)
 
 
-def measured(schedule: Schedule, costs: Costs = COSTS) -> Step:
-    """The step that the simulator predicts, as a clock would have seen it."""
-    marks: list[tuple[float, float]] = []
-    prediction = simulate(schedule, costs)
-    starts = {span.index: span.start for span in prediction.spans if span.lane == "compute"}
-    ends = {span.index: span.stop for span in prediction.spans if span.lane == "compute"}
-    now = 0.0
-    for index, instruction in enumerate(schedule.instructions):
-        start = now
-        now = starts.get(index, now) + prediction.waits.get(index, 0.0)
-        if isinstance(instruction, Update):
-            now = ends[index]
-        marks.append((start, now))
-        now = ends.get(index, now)
-    collectives = [
-        (s.lane, schedule.instructions[s.index].bucket, marks[s.index][0], prediction.over[s.index])  # type: ignore[union-attr]
-        for s in prediction.spans
-        if s.lane != "compute"
-    ]
-    moments = [Moment(i, *mark) for i, mark in zip(schedule.instructions, marks, strict=True)]
-    return Step.of(schedule, moments, collectives)
+def measured(schedule: Schedule) -> Step:
+    return as_predicted(replace(schedule, facts=replace(FACTS, costs=COSTS))).step
 
 
 @pytest.mark.parametrize("instructions", [LATE, EARLY])
@@ -216,10 +198,6 @@ def test_the_costs_of_a_measured_step_are_those_it_was_made_of(instructions: tup
     assert found.gather == Line.fit([(10, 1.0), (20, 4.0)])
     assert step.seconds == simulate(of(instructions), COSTS).seconds
     assert step.waits == simulate(of(instructions), COSTS).waits
-
-
-def _later(compute: tuple[float, ...], event: int, seconds: float) -> tuple[float, ...]:
-    return tuple(each + seconds * (n == event) for n, each in enumerate(compute))
 
 
 def test_operations_say_what_they_waited_for() -> None:

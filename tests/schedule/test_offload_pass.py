@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.schedule.measured import as_predicted
 from tests.support.schedules import stack, stack_facts, stack_with_needs
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule import (
@@ -17,7 +18,6 @@ from zeroweave.schedule import (
     Left,
     Line,
     Micro,
-    Moment,
     Needed,
     Offload,
     Ready,
@@ -287,17 +287,7 @@ def test_a_slow_copy_is_waited_for_in_the_release_and_at_the_need() -> None:
 
 
 def measured(schedule: Schedule, wanted: Costs) -> Step:
-    """A step that goes as predicted."""
-    prediction = simulate(schedule, wanted)
-    moments = [
-        Moment(instruction, start, start + prediction.waits.get(index, 0.0), 1000 + memory)
-        for index, (instruction, start, memory) in enumerate(
-            zip(schedule.instructions, prediction.starts, prediction.memory, strict=True)
-        )
-    ]
-    moments[-1] = replace(moments[-1], stop=prediction.seconds)
-    copies = [(span.index, 8, span.start, span.stop) for span in prediction.spans if span.lane == "copy"]
-    return Step.of(schedule, moments, [], copies)
+    return as_predicted(replace(schedule, facts=replace(schedule.facts, costs=wanted)), before=1000).step
 
 
 def test_costs_that_were_measured_while_activations_moved() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.schedule.test_overlap import SIZE, costs_of_blocks
 from tests.support.schedules import stack, stack_facts
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule import (
@@ -14,7 +15,6 @@ from zeroweave.schedule import (
     Event,
     Facts,
     Instruction,
-    Line,
     Ready,
     Reshard,
     Run,
@@ -26,10 +26,9 @@ from zeroweave.schedule import (
     verify,
 )
 from zeroweave.schedule.cost import flats_of
-from zeroweave.schedule.instructions import project
 from zeroweave.schedule.passes.memory_by_event import price
 
-BLOCKS, SIZE = 6, 100
+BLOCKS = 6
 FROZEN = frozenset({1, 2, 4})
 
 
@@ -45,17 +44,8 @@ def facts_of(stage: int = 3, **more: object) -> Facts:
     return replace(plain, buckets=buckets, kept_by_stage=kept, **more)  # type: ignore[arg-type]
 
 
-def costs_of(record: tuple[Event, ...], gather: float = 1.6) -> Costs:
-    events = project(record)
-    return Costs(
-        compute=tuple(1.0 if isinstance(event, Run) else 0.0 for event in events),
-        update={},
-        gathers=dict.fromkeys(range(BLOCKS), gather),
-        reductions=dict.fromkeys(range(BLOCKS), 0.0),
-        gather=Line(0.0, gather / SIZE),
-        reduce=Line(),
-        activations=(0,) * len(events),
-    )
+def costs_of(record: tuple[Event, ...]) -> Costs:
+    return costs_of_blocks(record, BLOCKS, gather=1.6)
 
 
 def gathered(schedule: Schedule) -> list[int]:

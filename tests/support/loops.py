@@ -23,7 +23,6 @@ class Block(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.norm, self.line, self.dropout = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
-
         self.reads = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,13 +40,10 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
         self.norm, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)
         self.noise: Callable[[], float] = lambda: 0.0
-        self.reads = False
 
     def forward(self, x: Tensor, factor: Tensor) -> dict[str, Any]:
-        for index, block in enumerate(self.blocks):
+        for block in self.blocks:
             x = block(x)
-            if self.reads and index == 1:  # while the next block is gathered
-                x = x * (1.0 if x.sum().item() < math.inf else 2.0)
         loss = self.head(self.norm(x)).square().mean() * factor * (1.0 + self.noise())
         return {"loss": loss, "spread": x.std(), "name": "net"}
 
@@ -58,7 +54,7 @@ class Case:
     gas: int = 1
     loop: str = "train_step"
     """or "plain"; "clipped", by hand; "coalesced" or "no_sync", whose backwards defer; "busy": with other things in
-    between; "uneven": some of them on one rank only"""
+    between"""
     dropout: float = 0.0
     clipping: float | None = None
     overflow: int | None = None
@@ -87,7 +83,7 @@ class Cycle(torch.optim.lr_scheduler.LambdaLR):
 def start(case: Case, graphs: bool) -> Any:
     torch.manual_seed(0)
     model = Net(case.dropout)
-    model.blocks[0].reads = case.reads
+    model.blocks.get_submodule("0").reads = case.reads  # type: ignore[assignment]
     if case.frozen:
         for block in model.blocks:
             block.get_submodule("line").requires_grad_(False)
@@ -119,11 +115,9 @@ def started(case: Case, graphs: bool) -> Iterator[tuple[Any, GraphDouble]]:
     engine.destroy()
 
 
-def batch_of(case: Case, step: int, micro: int, rank: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + micro + 10**6 * rank)
+def batch_of(case: Case, step: int, micro: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + micro)
     size = case.sizes[step % len(case.sizes)]
-    if case.loop == "uneven" and step == 14 and rank == 1:
-        size += 2
     infinite = step == case.overflow and micro == case.gas // 2
     return torch.randn(size, WIDTH, generator=generator), torch.tensor(math.inf if infinite else 1.0)
 
@@ -202,7 +196,7 @@ def busy(engine: Any, case: Case, step: int, micro: int, batch: tuple[Tensor, Te
             engine.backward(engine(*batch)["loss"])
             engine.zero_grad()
             for each in range(micro + 1):
-                micro_step(engine, case, batch_of(case, step, each, engine.rank))
+                micro_step(engine, case, batch_of(case, step, each))
         case 22:  # one backward more in the window
             engine.set_gradient_accumulation_boundary(False)
             micro_step(engine, case, batch)
@@ -239,7 +233,7 @@ def busy(engine: Any, case: Case, step: int, micro: int, batch: tuple[Tensor, Te
             engine(*batch)
             engine.zero_grad()
             for each in range(micro + 1):
-                micro_step(engine, case, batch_of(case, step, each, engine.rank))
+                micro_step(engine, case, batch_of(case, step, each))
         case 52:  # a block begins between a forward and its backward
             loss = engine(*batch)["loss"]
             with engine.no_sync():
@@ -268,55 +262,6 @@ def busy(engine: Any, case: Case, step: int, micro: int, batch: tuple[Tensor, Te
     return factor * 0
 
 
-def uneven(engine: Any, case: Case, step: int, micro: int, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """A micro-step in which one rank does something that the others do not, in some steps."""
-    match step if micro == case.gas // 2 else -1:
-        case 12:
-            engine.backward(engine(*batch)["loss"])
-            if engine.rank == 0:
-                assert engine.local("head.weight") is not None
-            engine.step()
-        case 16:  # a loss that does not come from the model
-            loss = engine(*batch)["loss"]
-            engine.backward(torch.zeros((), requires_grad=True) if engine.rank == 1 else loss)
-            engine.step()
-        case 18:
-            loss = engine(*batch)["loss"]
-            if engine.rank == 1:
-                assert engine.local("head.weight") is not None
-            engine.backward(loss)
-            engine.step()
-        case 20:
-            if engine.rank == 1:
-                engine.local("head.weight")
-            return micro_step(engine, case, batch)
-        case 22 if case.stage < 3:  # part of the model by itself, in the loss
-            loss = engine(*batch)["loss"]
-            if engine.rank == 1:
-                loss = loss + engine.module.head(batch[0]).square().mean()
-            engine.backward(loss)
-            engine.step()
-        case 24 if case.stage < 3:  # a forward without gradients, in the middle of a micro-step
-            loss = engine(*batch)["loss"]
-            if engine.rank == 0:
-                with torch.no_grad():
-                    kept = [engine.module.head(batch[0])]
-                    engine.eval()
-                    kept.append(engine(*batch)["loss"])
-                    engine.train()
-                loss = loss + kept[0].mean() + kept[1]
-            engine.backward(loss)
-            engine.step()
-            return loss.detach()
-        case 26 if case.stage < 3 and case.gas > 1:  # between two micro-steps
-            if engine.rank == 1:
-                engine.module.head(batch[0]).square().mean()
-            return micro_step(engine, case, batch)
-        case _:
-            return micro_step(engine, case, batch)
-    return batch[1] * 0
-
-
 def between(engine: Any, step: int) -> None:
     """What is done between two windows."""
     if step == 28:
@@ -330,6 +275,21 @@ def between(engine: Any, step: int) -> None:
         engine.optimizer.param_groups[0]["weight_decay"] = 0.02
     if step == 40:
         engine.set_full("head.weight", torch.full((1, WIDTH), 0.1))
+
+
+def loop(engine: Any, case: Case) -> Iterator[Any]:
+    """The case's loop: losses, and of each step whether it was applied and the norm."""
+    for step in range(case.steps):
+        if case.loop in ("coalesced", "no_sync"):
+            yield from window(engine, case, [batch_of(case, step, micro) for micro in range(case.gas)])
+        else:
+            for micro in range(case.gas):
+                batch = batch_of(case, step, micro)
+                yield busy(engine, case, step, micro, batch) if case.loop == "busy" else micro_step(engine, case, batch)
+                yield engine.was_step_applied()
+        yield engine.get_global_grad_norm()
+        if case.loop == "busy":
+            between(engine, step)
 
 
 def left_by(engine: Any) -> dict[str, Any]:
@@ -351,33 +311,22 @@ class Told:
     why: dict[str, int]
 
 
-def train(case: Case, graphs: bool) -> tuple[dict[str, Any], Told]:
-    kept, norms, applied = [], [], []
+Program = Callable[[Any], Iterator[Any]]
+"""Trains an engine, and yields what it sees."""
+
+
+def run(program: Program, case: Case, graphs: bool) -> tuple[dict[str, Any], Told]:
+    """What the program yields, and all that it leaves; and what graphs did."""
     with warnings.catch_warnings(), started(case, graphs) as (engine, double):
         warnings.simplefilter("ignore")
-        torch.manual_seed(7 + engine.rank)
-        for step in range(case.steps):
-            if case.loop in ("coalesced", "no_sync"):
-                batches = [batch_of(case, step, micro, engine.rank) for micro in range(case.gas)]
-                kept += window(engine, case, batches)
-            for micro in range(0 if case.loop in ("coalesced", "no_sync") else case.gas):
-                batch = batch_of(case, step, micro, engine.rank)
-                if case.loop == "uneven":
-                    kept.append(uneven(engine, case, step, micro, batch))
-                elif case.loop == "busy":
-                    kept.append(busy(engine, case, step, micro, batch))
-                else:
-                    kept.append(micro_step(engine, case, batch))
-                applied.append(engine.was_step_applied())
-            norms.append(engine.get_global_grad_norm())
-            if case.loop == "busy":
-                between(engine, step)
-        left = {"losses": [float(loss) for loss in kept], "norms": norms, "applied": applied, **left_by(engine)}
-        return left, Told(engine.stats.graphed_calls, double.captures, engine.stats.ungraphed_calls)
+        torch.manual_seed(7)
+        seen = [each.item() if isinstance(each, Tensor) else each for each in program(engine)]
+        told = Told(engine.stats.graphed_calls, double.captures, engine.stats.ungraphed_calls)
+        return {"seen": seen, **left_by(engine)}, told
 
 
-def compared(case: Case) -> tuple[list[str], Told]:
+def compared(program: Program, case: Case) -> tuple[list[str], Told]:
     """What differs between the program with graphs and without, and what graphs did."""
-    (graphed, told), (plain, none) = train(case, graphs=True), train(case, graphs=False)
+    (graphed, told), (plain, none) = run(program, case, graphs=True), run(program, case, graphs=False)
     assert none.launched == 0
     return [what for what in plain if repr(graphed[what]) != repr(plain[what])], told

@@ -41,6 +41,6 @@ def with_budget(model: Any, optimizer: Any, config: dict[str, Any]) -> zw.Engine
 
 @pytest.mark.parametrize(("model", "stage"), [("checkpoint_inside", 1), ("dropout", 3), ("decoder", 2)])
 def test_a_budget_changes_no_gradient(pools: Pools, model: str, stage: int) -> None:
-    """`tests/compile/test_activation_budget.py` shows that fewer bytes are saved."""
+    """`tests/compile/test_templates.py` shows that fewer bytes are saved."""
     case = Case(model, stage, "aot_eager", 1)
     check(case, pools(2).run(run_case, case, with_budget))
