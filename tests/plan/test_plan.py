@@ -141,7 +141,7 @@ def test_compact_states_take_less_memory_and_more_time() -> None:
     assert compact.peak < full.peak and compact.seconds > full.seconds
     away, exact = row("compact", "all"), row("full", "all")
     assert (compact.host, away.host) == (0, numel * (3 + 8 / 64)), "codes, scales and remainders"
-    assert 11 * numel < exact.host <= 12 * numel
+    assert 9 * numel < exact.host <= 10 * numel, "moments and remainders: the device has the bfloat16 of split masters"
     assert away.peak < compact.peak and compact.seconds < away.seconds
 
 
