@@ -1,9 +1,9 @@
 """What is foreseen of a schedule's memory is what it takes, of every tensor, when a rank follows it.
 
 All that no pass moves counts where it occurs: reduced gradients, local sums, copies to and from host memory, what an
-update needs for itself. Offloaded states come earlier and go later where memory is free: that is known of a step after
-a change of the schedule, and later steps find out what is free by themselves. What a reduction holds beside its flat, such as the gradients that were copied or cast into it,
-counts until it is settled.
+update needs for itself. What a reduction holds beside its flat, such as the gradients that were copied or cast into it,
+counts until it is settled. Offloaded states come earlier and go later where memory is free. So what is foreseen is the
+first step after a change of the schedule. Later steps find out by themselves what is free.
 """
 
 from __future__ import annotations
