@@ -21,11 +21,11 @@ together: rank r has shard r of
     | replica 0: rank 0 | replica 1: rank 2 | replica 0: rank 1 | replica 1: rank 3 |      (4 ranks, 2 replicas)
     |<--- near shard of ranks 0 and 2 ----->|<--- near shard of ranks 1 and 3 ----->|
 
-in that order, so that the ranks with one number in all replicas together have one part of the flat, their *near shard*.
+in that order, so that the ranks of equal number in all replicas together have one part of the flat, their *near shard*.
 They gather it from their shards (`across`), and the ranks of a replica gather the flat from near shards (`inside`).
 
 Where shards are *copied*, `world` consecutive ranks share a bucket, and each of the `copies` groups of them has all of
-it. The ranks with one number in all groups have the same shard, and reduce its gradient among themselves (`across`).
+it. The ranks of equal number in all groups have the same shard, and reduce its gradient among themselves (`across`).
 
 All counts and offsets are in elements unless a name says bytes.
 """
@@ -52,7 +52,7 @@ INSIDE = "inside"
 """The sharding groups of consecutive ranks that gather a replicated bucket together."""
 
 ACROSS = "across"
-"""The sharding groups of the ranks with one number in all replicas."""
+"""The sharding groups of the ranks of equal number in all replicas."""
 
 NAME_SEPARATOR = ":"
 """Between a bucket's base name (a module path) and the suffixes that distinguish its siblings."""

@@ -73,7 +73,7 @@ def fixed_buffers(device: torch.device, gauge: Gauge) -> RegisteredBuffers:
 
 
 class Tenant(Protocol):
-    """The owner of a storage in a buffer."""
+    """The owner of a storage that has the memory of a registered buffer."""
 
     storage: torch.UntypedStorage
 

@@ -235,7 +235,7 @@ class Scheduler:
         self._agreements.schedule(better)
         if better.instructions != schedule.instructions:
             self._runtime.restart_peaks()
-            if len(self._kinds.schedules) == 1:  # windows of other kinds have buffers, too
+            if len(self._kinds.schedules) == 1:  # windows of other kinds gather in them, too
                 self._runtime.registered_buffers.spare()
             before, after = (1000 * simulate(each, agreed).seconds for each in (schedule, better))
             self._journal.tell(
