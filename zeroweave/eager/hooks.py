@@ -21,6 +21,7 @@ from zeroweave._torch.fx import map_tensors
 from zeroweave._torch.tensors import post_accumulate_hooks, tensor_hooks
 from zeroweave.eager.access import Access
 from zeroweave.errors import EngineError
+from zeroweave.layout import SlotKey
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.runtime.tape import Frame
 
@@ -48,7 +49,7 @@ class ModuleCall:
         self,
         name: str,
         module: nn.Module,
-        slots: Sequence[tuple[int, int]],
+        slots: Sequence[SlotKey],
         runtime: Runtime,
         access: Access,
         session: Callable[[], AbstractContextManager[None]],

@@ -16,6 +16,7 @@ from torch import nn
 from zeroweave._torch.foreach import foreach_add_
 from zeroweave._torch.storages import storage_key, version
 from zeroweave.errors import ParameterError
+from zeroweave.layout import SlotKey
 from zeroweave.optim.compact import CompactMoments
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.rules import Kernels, Launch, Masters, Rule
@@ -84,7 +85,7 @@ class OnePass:
         rule: Rule,
         buckets: Mapping[int, Bucket],
         fragments: Mapping[int, Fragments],
-        groups: Mapping[tuple[int, int], int],
+        groups: Mapping[SlotKey, int],
         kernels: Kernels,
         compact: Mapping[int, CompactMoments],
     ) -> None:

@@ -17,14 +17,14 @@ from torch import nn
 
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError
-from zeroweave.layout import BucketLayout
+from zeroweave.layout import BucketLayout, SlotKey
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.multi_optimizer import kind_of
 from zeroweave.optim.state_memory import Need, Room, decide, shortage
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
 
-States = dict[tuple[int, int], dict[str, Any]]
+States = dict[SlotKey, dict[str, Any]]
 """(bucket id, slot) -> what an optimizer holds of that parameter, or of this rank's fragment of it."""
 
 
@@ -54,7 +54,7 @@ class Described(NamedTuple):
     """by the parameter's name"""
 
 
-_Mine = Mapping[tuple[int, int], Mapping[str, Told]]
+_Mine = Mapping[SlotKey, Mapping[str, Told]]
 """(bucket id, slot) -> what a rank's optimizer holds of its fragment"""
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from zeroweave._torch.modules import has_step_hooks, is_step_replaced
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError
+from zeroweave.layout import SlotKey
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.fused_update import OnePass
 from zeroweave.optim.groups import Groups, RestingState
@@ -55,7 +56,7 @@ class ShardedOptimizer:
         self,
         optimizer: torch.optim.Optimizer,
         buckets: Sequence[Bucket],
-        slot_of: Mapping[int, tuple[int, int]],
+        slot_of: Mapping[int, SlotKey],
         transfers: Transfers,
         states: States,
         moments_off: bool = False,
@@ -67,7 +68,7 @@ class ShardedOptimizer:
         trainable = [bucket for bucket in buckets if bucket.layout.trainable]
         self._fragments = {b.layout.id: Fragments(b) for b in trainable}
         in_groups: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
-        self.sharded: dict[tuple[int, int], nn.Parameter] = {}
+        self.sharded: dict[SlotKey, nn.Parameter] = {}
         """(bucket id, slot) -> the user's parameter whose state is that of fragments"""
         members = [(one, group) for one in members_of(optimizer) for group in one.param_groups]
         self._member = {slot_of[id(user)]: one for one, group in members for user in group["params"]}

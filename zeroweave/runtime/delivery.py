@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from zeroweave._torch.autograd import accumulates, current_graph_task, returns
+from zeroweave.layout import SlotKey
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.replay import Replay
@@ -49,13 +50,13 @@ class Delivery:
         """This graph task is known to accumulate into every parameter that it reaches."""
         self._whole = task
 
-    def destinations(self, parts: Sequence[tuple[int, int]]) -> list[torch.Tensor | None]:
+    def destinations(self, parts: Sequence[SlotKey]) -> list[torch.Tensor | None]:
         """Where a compiled backward may write these gradients, (bucket id, slot index); see `Gradients.destination`."""
         if not self._replay.reducing:
             return [None] * len(parts)
         return self._of_wanted(parts, self._gradients.destination)
 
-    def sums(self, parts: Sequence[tuple[int, int]]) -> list[torch.Tensor | None] | None:
+    def sums(self, parts: Sequence[SlotKey]) -> list[torch.Tensor | None] | None:
         """The sums to which a compiled backward may add these (bucket id, slot index); see `Gradients.sum_of`."""
         if self._replay.reducing and not self._gradients.unreduced:
             return None
@@ -63,13 +64,13 @@ class Delivery:
         return None if all(each is None for each in found) else found
 
     def _of_wanted(
-        self, parts: Sequence[tuple[int, int]], ask: Callable[[int, int], torch.Tensor | None]
+        self, parts: Sequence[SlotKey], ask: Callable[[int, int], torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """The result of `ask` for each of these that the window wants without running hooks; None for others."""
         wanted = {key for key in self._wanted(parts) if not self._buckets[key[0]].hooks(key[1])}
         return [ask(*key) if key in wanted else None for key in parts]
 
-    def _wanted(self, parts: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    def _wanted(self, parts: Sequence[SlotKey]) -> Sequence[SlotKey]:
         """`torch.autograd.grad` and `backward(inputs=…)` run a compiled backward whose gradients no window wants.
 
         Nor does it want those of parameters that were switched off since the forward.
@@ -80,12 +81,12 @@ class Delivery:
 
     def deliver(
         self,
-        announced: Sequence[tuple[int, int]],
+        announced: Sequence[SlotKey],
         parts: Sequence[tuple[int, int, torch.Tensor | None]],
-        made: Set[tuple[int, int]] = frozenset(),
-    ) -> Set[tuple[int, int]]:
+        made: Set[SlotKey] = frozenset(),
+    ) -> Set[SlotKey]:
         """Gradients of a compiled backward; see `Gradients.deliver`. Returned: those that autograd returns instead."""
-        asked: Set[tuple[int, int]] = frozenset()
+        asked: Set[SlotKey] = frozenset()
         if len(wanted := self._wanted(announced)) < len(announced):
             others = set(announced) - (found := set(wanted))
             asked = {key for key in others if returns(self._buckets[key[0]].real[key[1]])}

@@ -14,6 +14,7 @@ import torch
 
 from zeroweave.comm.ledger import Gauge
 from zeroweave.comm.transport import ReduceOp, Transport
+from zeroweave.layout import SlotKey
 from zeroweave.runtime.account import Account, Lend
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.reductions import Reductions
@@ -81,12 +82,12 @@ class Gradients:
         self.order = order or tuple(sorted(self._accounts, reverse=True))
 
     # ------------------------------------------------------------------ contributions
-    def announce(self, parts: Iterable[tuple[int, int]]) -> None:
+    def announce(self, parts: Iterable[SlotKey]) -> None:
         """A compiled backward will deliver these (bucket id, slot index)."""
         for bucket_id, slot in parts:
             self._accounts[bucket_id].announce(slot)
 
-    def expect(self, parts: Iterable[tuple[int, int]]) -> None:
+    def expect(self, parts: Iterable[SlotKey]) -> None:
         """The eager gradients of these (bucket id, slot index) are likely to come."""
         for bucket_id, slot in parts:
             if (account := self._accounts[bucket_id]).bucket.real[slot].requires_grad:
@@ -120,9 +121,9 @@ class Gradients:
 
     def deliver(
         self,
-        announced: Iterable[tuple[int, int]],
+        announced: Iterable[SlotKey],
         parts: Iterable[tuple[int, int, torch.Tensor | None]],
-        made: Set[tuple[int, int]] = frozenset(),
+        made: Set[SlotKey] = frozenset(),
         reducing: bool = True,
     ) -> list[int]:
         """Contributions of the present backward, which may be `reducing`: (bucket id, slot index, gradient or None).

@@ -27,7 +27,7 @@ from zeroweave.comm.ledger import Gauge
 from zeroweave.comm.registered_buffers import RegisteredBuffers
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError
-from zeroweave.layout import BucketLayout
+from zeroweave.layout import BucketLayout, SlotKey
 from zeroweave.runtime.activations import Activations, Offloading
 from zeroweave.runtime.backward_order import Observer, WayBack
 from zeroweave.runtime.bucket import Bucket, Directory, SavedViews, assign_buffers
@@ -339,7 +339,7 @@ class Runtime:
             frame.replay.left(frame.call)
 
     # ------------------------------------------------------------------ saved tensors
-    def saved(self, tensors: Iterable[tuple[torch.Tensor, tuple[int, int]]], read: bool) -> None:
+    def saved(self, tensors: Iterable[tuple[torch.Tensor, SlotKey]], read: bool) -> None:
         """A compiled forward saves these views, each with its slot; its backward binds them itself, and may read."""
         if self._frame is not None and not self._frame.covered:
             self._frame.ran_compiled(read)
@@ -355,7 +355,7 @@ class Runtime:
             self._back.use(bucket, origin)
 
     # ------------------------------------------------------------------ gradients
-    def announce(self, parts: Sequence[tuple[int, int]]) -> None:
+    def announce(self, parts: Sequence[SlotKey]) -> None:
         """The backward of the template that runs now will deliver these (bucket id, slot index)."""
         self.gradients.announce(parts)
         if self._frame is not None:

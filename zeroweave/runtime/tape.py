@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zeroweave._torch.autograd import checkpoint_segment
+from zeroweave.layout import SlotKey
 from zeroweave.runtime.replay import Replay
 from zeroweave.schedule import Call
 
@@ -35,7 +36,7 @@ class Frame:
     parent: Frame | None = None
     origin: Frame | None = None
     number: int = 0
-    announced: set[tuple[int, int]] = field(default_factory=set)
+    announced: set[SlotKey] = field(default_factory=set)
     reads: list[Frame] = field(default_factory=list)
     handles: int = 0
     unpacked: int = 0
